@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cute/arch/copy_sm80.hpp>
 
+#include "cuda/common/mbarrier.cuh"
 #include "cuda/common/mma.cuh"
 
 namespace mla::cuda {
@@ -27,6 +28,16 @@ __device__ __forceinline__ void copy_4_or_zero(uint32_t to_shared, const void* f
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to_shared), "l"(from), "r"(valid ? 4 : 0)
                : "memory");
 }
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// Copies a multiple of 16 bytes. The barrier counts them as they come.
+__device__ __forceinline__ void copy_bulk(uint32_t to_shared, const void* from, uint32_t bytes, Barrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to_shared),
+      "l"(from), "r"(bytes), "r"(cast_smem_ptr_to_uint(&barrier))
+      : "memory");
+}
+#endif
 
 // The copies that the thread has started since the last call become a group.
 __device__ __forceinline__ void close_copies() { cute::cp_async_fence(); }

@@ -28,6 +28,11 @@ __device__ __forceinline__ void arrive_as_warp(Barrier& barrier) {
   }
 }
 
+// The thread arrives, and the phase is complete only when this many bytes have come from bulk copies, too.
+__device__ __forceinline__ void arrive_and_expect(Barrier& barrier, uint32_t bytes) {
+  cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(reinterpret_cast<const uint64_t*>(&barrier), bytes);
+}
+
 // Waits until the phase of this parity is complete. Right after init(), parity 1 counts as complete. Ours, because
 // CUTLASS's wait() sleeps between tries, and a loop around its try_wait() costs registers and spills.
 __device__ __forceinline__ void wait(Barrier& barrier, uint32_t parity) {

@@ -17,38 +17,47 @@ constexpr int kProducerWarps = 4;
 constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, per producer warp
 constexpr int kStages = 4;
+constexpr int kKept = 4;  // tiles
 
 // Registers per thread at launch; setmaxnreg redistributes them.
 constexpr int kRegisters = 168;
-constexpr int kConsumerRegisters = 232;
-constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 240;
+constexpr int kProducerRegisters = 24;
 static_assert(kConsumerGroups * kConsumerRegisters + kProducerRegisters <= (kConsumerGroups + 1) * kRegisters);
 
 template <Rows kRows>
 struct Shared {
   static constexpr bool kScaled = is_scaled(kRows);
+  static constexpr int kBytes = (kScaled ? kFp8DsMla : kFp8Tensor576).row_bytes();
+  static constexpr int kRopeOffset = (kScaled ? kFp8DsMla : kFp8Tensor576).rope_offset();
+  // From row to row: an odd number of pieces, so that eight rows lie in different banks.
+  static constexpr int kPitch = (kBytes / kPieceBytes | 1) * kPieceBytes;
+
+  // Rows as the cache has them.
   struct Stage {
-    SwizzledRows<kTileTokens> fp8[kGroups];  // a token's 128 dims are a row of 128 bytes
-    SwizzledRows<kTileTokens> rope;          // bf16; or e4m3, which fills half of a row
+    alignas(16) uint8_t rows[kTileTokens][kPitch];
+    __device__ __forceinline__ uint32_t address() const { return cast_smem_ptr_to_uint(rows); }
   };
-  Stage stages[kStages];
+
   SwizzledRows<kHeads> q[kGroups], q_rope;
   // P times the scales of two groups: a head's row has 64 bytes for each, of 64 tokens. Without scales all groups share
-  // the first half of one tile.
+  // the first half of one tile. In 16 tokens, i and i + 8 are neighbours.
   SwizzledRows<kHeads> probs[kScaled ? kGroups / 2 : 1];
-  // Of groups 2 * i and 2 * i + 1: [i][tokens 2 * j and 2 * j + 1][group][token].
-  alignas(16) std::conditional_t<kScaled, float[kStages][kGroups / 2][kTileTokens / 2][2][2], Empty> scale;
-  alignas(8) uint8_t valid[kStages][kTileTokens];
-  alignas(16) uint32_t raised[4];    // whether a row max of a warp's heads has changed with the tile
-  alignas(8) float rescale[kHeads];  // what that makes of the accumulators
-  float row_max[kHeads];
-  alignas(8) std::conditional_t<kScaled, float[kConsumerGroups][4][kTileTokens], Empty> lift;
-  float q_scale[kHeads];  // brings a score to base 2
+  Stage stages[kStages];
+  uint8_t valid[kStages][kTileTokens];
+  // Per head: q_scale, which brings a score to base 2, and shift: a weight is 2^(score * q_scale + shift). When shifts
+  // change, the other warpgroup may still need those before: there are two versions.
+  alignas(16) float2 heads[2][kHeads];
+  uint32_t version;
+  // Of the last kKept tiles: whether shifts have changed, and what that makes of the accumulators.
+  uint32_t raised[kKept];
+  alignas(8) float rescale[kKept][kHeads];
+  alignas(8) float of_warp[kConsumerGroups][4][kHeads];  // its largest scores; at a token's end, its total
   // At a token's end.
-  float own_max[kConsumerGroups][kHeads], total[kConsumerGroups][kHeads], max_score[kConsumerGroups][kHeads];
-  alignas(8) float factor[kHeads];
+  alignas(8) float shift[kConsumerGroups][kHeads];
+  float factor[kHeads];
   Barrier full[kStages], empty[kStages];
-  Barrier probs_full, probs_empty;
+  Barrier decided, probs_full, probs_empty;
   uint32_t touched;  // what touch() returned: kept, or the compiler drops its loads
 };
 

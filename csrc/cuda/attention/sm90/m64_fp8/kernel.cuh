@@ -1,18 +1,20 @@
 // Sparse attention for 33 heads and more, and up to 2048 slots, with FP8 rows on Hopper, where both products are e4m3
 // times e4m3. Queries and weights are rounded to e4m3; cached rows are multiplied as they are, and are never converted.
 //
-//   scores  S [64 heads x 64 tokens] = Q [64 x 512] K^T, rope in bf16
+//   scores  S^T [64 tokens x 64 heads] = K [64 x 512] Q^T, rope in bf16
 //   values  O^T [512 dims x 64 heads] += V^T [512 x 64] P^T
 //
-// FP8 operands have to run along the sum. K does. V runs across it, so V^T comes from registers: ldmatrix transposes
-// pairs of bytes, prmt sorts them. Tokens and dims then have an order of their own, which P and the output follow.
+// Rows lie in shared memory as in the cache, brought there by one bulk copy each. Both products take them from there
+// through registers, as operand A: K by ldmatrix, V^T by ldmatrix that transposes pairs of bytes, which prmt sorts. So
+// they need no swizzle, and a token's scales are a lane's own.
 //
-// Two consumer warpgroups score every other tile each; a row of scores lies in four lanes, so the softmax needs no
-// barrier. Each adds the values of all tiles for 256 dims. Four warps load rows.
+// Two consumer warpgroups score every other tile each, and add the values of all tiles for 256 dims each. A tile's
+// shifts (of its heads' weights) depend on those of the tile before, its P does not: shifts are decided as soon as
+// scores are there, and both warpgroups find weights at once. Four warps load rows.
 //
 //   load      | rows of i + 4 ...
-//   group 0   | scores i | values i - 1 | softmax i | values i | scores i + 2 ...
-//   group 1   | values i - 1 ...        | scores i + 1 |  values i | softmax i + 1 | values i + 1 ...
+//   group 0   | values i - 2 | scores i | shifts i | values i - 1 | P of i | values i ...
+//   group 1   | P of i - 1 | values i - 1 | scores i + 1 | shifts i + 1 | values i | P of i + 1 ...
 //
 // With fp8_ds_mla rows each group of 128 dims has P of its own: times the tokens' scales.
 #pragma once
@@ -23,7 +25,7 @@
 
 #include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/attention/sm90/m64_fp8/config.h"
-#include "cuda/attention/sm90/quantised_queries.cuh"
+#include "cuda/attention/sm90/m64_fp8/queries.cuh"
 #include "cuda/attention/sm90/results.cuh"
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/e4m3.cuh"
@@ -34,51 +36,12 @@
 
 namespace mla::cuda::sm90::m64_fp8 {
 
-constexpr int kTokenBarrier = 1;  // named barrier of both consumer warpgroups
+// Named barriers: of both consumer warpgroups; the first of those of one.
+constexpr int kTokenBarrier = 1, kGroupBarrier = 2;
 
 // A weight at the row max is 2^kTop. Weights may be 2^kSlack times as large before the row max is raised: e4m3 has
 // numbers up to 448.
-constexpr float kTop = 6.0f, kSlack = 2.5f;
-
-// Rounds a head's queries to e4m3, once.
-template <bool kRopeToo>
-struct RoundedQueries {
-  uint4 latent[2], rope;
-
-  __device__ void load(const AttentionProblem& p, int64_t token, int head, int lane) {
-    load_head(latent, rope, p, token, head, lane);
-  }
-
-  template <typename Rows>
-  __device__ void store(float scale, Rows (&q)[kGroups], Rows& q_rope, float* q_scale, int row, int lane) const {
-    const HeadPower<kRopeToo> power(latent, rope);
-    const float factor = power.factor();
-#pragma unroll
-    for (int j = 0; j < 2; ++j) store_bytes(q[lane / 16 + 2 * j], row, lane % 16, latent[j], factor);
-    if (lane < 8) {
-      if (kRopeToo)
-        store_bytes(q_rope, row, lane, rope, factor);
-      else
-        store_piece(q_rope.address(row, lane), scaled_piece(rope, factor, false));
-    }
-    if (lane == 0) q_scale[row] = power.q_scale(scale);
-  }
-
- private:
-  // Stores numbers 8 * eighth to 8 * eighth + 7 of a row.
-  template <typename Rows>
-  static __device__ void store_bytes(Rows& rows, int row, int eighth, const uint4& numbers, float factor) {
-    const auto four = [factor](uint32_t first, uint32_t second) {
-      const auto two = [factor](uint32_t pair) -> uint32_t {
-        return to_e4m3x2(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xffff0000u) * factor);
-      };
-      return two(first) | two(second) << 16;
-    };
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(rows.address(row, eighth / 2) + eighth % 2 * 8),
-                 "r"(four(numbers.x, numbers.y)), "r"(four(numbers.z, numbers.w))
-                 : "memory");
-  }
-};
+constexpr float kTop = 6.0f, kSlack = 2.75f;
 
 template <Rows kRows, Form kForm>
 struct Consumer {
@@ -86,11 +49,11 @@ struct Consumer {
   static constexpr bool kScaled = Memory::kScaled;
   static constexpr bool kMaxLogits = kForm == Form::sparse_max_logits;
   static constexpr int kScores = 32;  // per lane, of 64 x 64
+  static constexpr int kPairs = 8;    // of heads per lane: 8 * j + 2 * (lane % 4) and the next
   static constexpr int kBlocks = 4;   // of 64 dims, of a warpgroup's half of the output
   static constexpr int kSteps = kTileTokens / 32;
-  using ScoreAtom = E4m3Atom<64>;
-  using RopeAtom = Bf16Atom<64, Major::K, Major::K>;
-  using ValueAtom = gmma::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;
+  using Atom = gmma::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;
+  using RopeAtom = gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::K>;
 
   const AttentionProblem& p;
   Memory& s;
@@ -99,218 +62,281 @@ struct Consumer {
 
   // Of block b: dims 64 * b + 16 * warp + 2 * (lane / 4) + i / 2 % 2, heads 8 * (i / 4) + 2 * (lane % 4) + i % 2.
   float out[kBlocks][kScores];
-  // Of heads 16 * warp + lane / 4 and that plus 8, in this warpgroup's tiles.
-  float row_max[2], total[2];
-  float max_score[2];  // takes no registers unless kMaxLogits
-
-  static __device__ constexpr int half(int i) { return i / 2 % 2; }  // 0: the lane's first head, 1: the second
-  __device__ int head(int half) const { return warp * 16 + lane / 4 + 8 * half; }
+  // Of heads 8 * (lane / 4) + 2 * (lane % 4) and the next, and the warp's tokens.
+  float total[2], shift[2];  // weights summed so far, and the shift that they have
+  float max_score[2];        // takes no registers unless kMaxLogits
 
   // ---- scores ----
+  // Of tokens 16 * warp + lane / 4 (half 0) and that plus 8 (half 1): score[4 * j + 2 * half + i] is that of head i of
+  // pair j.
 
-  // Of group g; `add` to what the accumulators hold.
-  __device__ static void multiply_group(float (&acc)[kScores], uint64_t q, uint64_t k, int g, bool add) {
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      wgmma<ScoreAtom>(acc, q + ((g * kHeads * kRowBytes + step * 32) >> 4),
-                       k + ((g * kTileTokens * kRowBytes + step * 32) >> 4), add || step > 0);
+  using Operands = uint32_t[4][4];  // A of four products
+
+  // The address of the lane's row of a tile, and there of its piece, as ldmatrix wants them for operand A.
+  __device__ uint32_t own_rows(int stage) const {
+    return s.stages[stage].address() + (16 * warp + lane % 16) * Memory::kPitch + lane / 16 * kPieceBytes;
   }
 
-  // Begins the product of a tile's rope, and of all groups if they need no scales.
-  __device__ void begin_scores(float (&score)[kScores], uint64_t q, uint64_t k) {
-    constexpr int kRope = kGroups;  // the tile that follows those of the groups
-    const uint64_t q_rope = q + ((kRope * kHeads * kRowBytes) >> 4),
-                   k_rope = k + ((kRope * kTileTokens * kRowBytes) >> 4);
+  // Loads 128 bytes of the warp's rows as operand A of four products.
+  __device__ static void load_keys(Operands& keys, uint32_t rows) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) load_tiles(keys[step], rows + 32 * step);
+  }
+
+  template <typename Multiply>
+  __device__ static void multiply_keys(float (&acc)[kScores], Operands& keys, uint64_t q, int steps, bool add) {
+#pragma unroll
+    for (int step = 0; step < steps; ++step) wgmma<Multiply>(acc, keys[step], q + ((32 * step) >> 4), add || step > 0);
+  }
+
+  __device__ static constexpr uint64_t q_offset(int group) { return (group * kHeads * kRowBytes) >> 4; }
+
+  // The first keys: those of rope if groups have scales.
+  __device__ void load_first_keys(Operands& keys, int stage) const {
+    load_keys(keys, own_rows(stage) + (kScaled ? Memory::kRopeOffset : 0));
+  }
+
+  __device__ void begin_scores(float (&score)[kScores], Operands& keys) {
+    const uint64_t q = smem_descriptor(s.q[0].address());
     cute::warpgroup_arrive();
-    if constexpr (kScaled) {
-#pragma unroll
-      for (int step = 0; step < 4; ++step)
-        wgmma<RopeAtom>(score, q_rope + ((step * 32) >> 4), k_rope + ((step * 32) >> 4), step > 0);
-    } else {
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) multiply_group(score, q, k, g, g > 0);
-#pragma unroll
-      for (int step = 0; step < 2; ++step)
-        wgmma<ScoreAtom>(score, q_rope + ((step * 32) >> 4), k_rope + ((step * 32) >> 4));
-    }
+    if constexpr (kScaled)
+      multiply_keys<RopeAtom>(score, keys, q + q_offset(kGroups), 4, false);
+    else
+      multiply_keys<Atom>(score, keys, q, 4, false);
     cute::warpgroup_commit_batch();
   }
 
-  // Waits for these products, and multiplies groups with scales one after the other. Scores are to base 2. The lane has
-  // those of its heads and tokens 8 * j + 2 * (lane % 4) and the next.
-  __device__ void end_scores(float (&score)[kScores], uint64_t q, uint64_t k, int stage) {
-    cute::warpgroup_wait<0>();
-    fence_acc(score);
+  // Multiplies the others. With scales, one group after the other. What comes out is still to be multiplied by the
+  // heads' q_scale.
+  __device__ void end_scores(float (&score)[kScores], Operands& keys, int stage) {
+    const uint64_t q = smem_descriptor(s.q[0].address());
+    const uint32_t rows = own_rows(stage);
     if constexpr (kScaled) {
-      float part[kScores];
+      cute::warpgroup_wait<0>();
+      fence_acc(score);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
+        float part[kScores];
+        load_keys(keys, rows + g * kRowBytes);
         cute::warpgroup_arrive();
-        multiply_group(part, q, k, g, false);
+        multiply_keys<Atom>(part, keys, q + q_offset(g), 4, false);
         cute::warpgroup_commit_batch();
+        float scale[2] = {scales<float>(stage, 0, g), scales<float>(stage, 1, g)};
+        cute::warpgroup_fence_operand(scale[0]), cute::warpgroup_fence_operand(scale[1]);  // loaded here
         cute::warpgroup_wait<0>();
         fence_acc(part);
 #pragma unroll
-        for (int j = 0; j < kScores / 4; ++j) {
-          const float2 by = *reinterpret_cast<const float2*>(s.scale[stage][g / 2][4 * j + lane % 4][g % 2]);
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            score[4 * j + 2 * h] = fmaf(part[4 * j + 2 * h], by.x, score[4 * j + 2 * h]);
-            score[4 * j + 2 * h + 1] = fmaf(part[4 * j + 2 * h + 1], by.y, score[4 * j + 2 * h + 1]);
-          }
-        }
+        for (int i = 0; i < kScores; ++i) score[i] = fmaf(part[i], scale[i / 2 % 2], score[i]);
+        fence_acc(score);  // or this is put off, and parts pile up
       }
+    } else {
+      Operands next;
+#pragma unroll
+      for (int g = 1; g <= kGroups; ++g) {  // the last is rope
+        Operands& own = g % 2 ? next : keys;
+        load_keys(own, rows + g * kRowBytes);
+        cute::warpgroup_arrive();
+        multiply_keys<Atom>(score, own, q + q_offset(g), g < kGroups ? 4 : 2, true);
+        cute::warpgroup_commit_batch();
+        if (g < kGroups)
+          cute::warpgroup_wait<1>();
+        else
+          cute::warpgroup_wait<0>();
+      }
+      fence_acc(score);
     }
-    const float by[2] = {s.q_scale[head(0)], s.q_scale[head(1)]};
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) score[i] *= by[half(i)];
   }
 
-  __device__ uint64_t q_descriptor() { return smem_descriptor(s.q[0].address()); }
-  __device__ uint64_t k_descriptor(int stage) { return smem_descriptor(s.stages[stage].fp8[0].address()); }
+  __device__ int token(int half) const { return 16 * warp + lane / 4 + 8 * half; }
 
-  __device__ bool all_valid(int stage) const {
-    return __all_sync(~0u, reinterpret_cast<const uint16_t*>(s.valid[stage])[lane] == 0x0101);
+  template <typename Scales = float4>
+  __device__ Scales scales(int stage, int half, int g = 0) const {
+    return *reinterpret_cast<const Scales*>(s.stages[stage].rows[token(half)] + kFp8DsMla.scale_offset() + 4 * g);
   }
-
-  // Hides slots without a row.
-  __device__ void hide_slots(float (&score)[kScores], int stage) const {
-    if (all_valid(stage)) return;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i)
-      if (!s.valid[stage][i / 4 * 8 + 2 * (lane % 4) + i % 2]) score[i] = -INFINITY;
+  static __device__ float of_group(const float4& scales, int g) {
+    return g == 0 ? scales.x : g == 1 ? scales.y : g == 2 ? scales.z : scales.w;
   }
 
   // ---- softmax ----
 
-  // Finds what a weight's scales add to a score, to base 2: the powers of two above the tokens' largest scales. Each
-  // warp keeps them for itself.
-  __device__ void find_lifts(int stage) {
-    if constexpr (kScaled) {
-      float most[2] = {0x1p-60f, 0x1p-60f};  // not less, so that P stays finite
+  // Reduces of(pair), a number for each head of a pair, over the warp's tokens. The lane gets those of pair lane / 4.
+  template <typename Of, typename Reduce>
+  __device__ float2 over_tokens(Of of, Reduce reduce) const {
+    const auto halve = [&](float2 low, float2 high, int distance) -> float2 {
+      const bool upper = lane & distance;
+      const float2 kept = upper ? high : low, given = upper ? low : high;
+      return {reduce(kept.x, __shfl_xor_sync(~0u, given.x, distance)),
+              reduce(kept.y, __shfl_xor_sync(~0u, given.y, distance))};
+    };
+    float2 four[4];
 #pragma unroll
-      for (int i = 0; i < kGroups / 2; ++i) {
-        const float4 own = *reinterpret_cast<const float4*>(s.scale[stage][i][lane]);
-        most[0] = fmaxf(most[0], fmaxf(fabsf(own.x), fabsf(own.z)));
-        most[1] = fmaxf(most[1], fmaxf(fabsf(own.y), fabsf(own.w)));
+    for (int j = 0; j < 4; ++j) {
+      const float2 low = of(j), high = of(j + 4);
+      four[j] = halve(low, high, 16);
+    }
+    const float2 even = halve(four[0], four[2], 8), odd = halve(four[1], four[3], 8);
+    return halve(even, odd, 4);
+  }
+
+  // {q_scale, shift} of head 0 and of head 1 of a pair.
+  __device__ float4 heads(uint32_t version, int pair) const {
+    return *reinterpret_cast<const float4*>(&s.heads[version][8 * pair + 2 * (lane % 4)]);
+  }
+
+  __device__ bool vote(bool own) const { return sync_named_or<128>(kGroupBarrier + group, own); }
+
+  // What is to be known of the lane's two tokens before their scores.
+  struct Tokens {
+    bool valid[2], all_valid;
+    float lift[2] = {};  // what a weight's scales add to its logarithm: the power of two above the largest
+
+    __device__ Tokens(const Consumer& c, int stage) {
+      uint32_t flags[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        flags[half] = c.s.valid[stage][c.token(half)];
+        if constexpr (kScaled) {
+          const float4 own = c.scales(stage, half);
+          const float most = fmaxf(fmaxf(fabsf(own.x), fabsf(own.y)), fmaxf(fabsf(own.z), fabsf(own.w)));
+          lift[half] = static_cast<float>(power_above(fmaxf(most, 0x1p-60f)));  // not less, so that P stays finite
+        }
       }
-      *reinterpret_cast<float2*>(&s.lift[group][warp][2 * lane]) = {static_cast<float>(power_above(most[0])),
-                                                                    static_cast<float>(power_above(most[1]))};
-      __syncwarp();
+      valid[0] = flags[0] != 0, valid[1] = flags[1] != 0;
+      all_valid = __all_sync(~0u, valid[0] && valid[1]);
     }
+  };
+
+  // Decides a tile's shifts, and lets the other warpgroup decide those of the next. A weight will be
+  // 2^(score + shift of its head). Returns the version of `heads` that has them.
+  __device__ uint32_t decide_shifts(float (&score)[kScores], const Tokens& tokens, uint32_t tile, bool first) {
+    if (!tokens.all_valid) {
+      compiler_fence();  // a branch, as it is rare
+#pragma unroll
+      for (int i = 0; i < kScores; ++i)
+        if (!tokens.valid[i / 2 % 2]) score[i] = -INFINITY;
+    }
+    const float (&lift)[2] = tokens.lift;
+    wait(s.decided, tile % 2 ^ 1);
+    const uint32_t version = s.version;
+    if constexpr (kMaxLogits) {
+      const float2 most = over_tokens(
+          [&](int j) -> float2 {
+            const float4 own = heads(version, j);
+            return {fmaxf(score[4 * j] * own.x, score[4 * j + 2] * own.x),
+                    fmaxf(score[4 * j + 1] * own.z, score[4 * j + 3] * own.z)};
+          },
+          larger);
+      max_score[0] = fmaxf(max_score[0], most.x), max_score[1] = fmaxf(max_score[1], most.y);
+    }
+    float most[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const float4 own = heads(version, j);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        most[half] = fmaxf(most[half], fmaxf(fmaf(score[4 * j + 2 * half], own.x, own.y),
+                                             fmaf(score[4 * j + 2 * half + 1], own.z, own.w)));
+    }
+    const bool raises = vote(first || fmaxf(most[0] + lift[0], most[1] + lift[1]) > kTop + kSlack);
+    if (raises) raise_row_max(score, lift, version, tile, first);
+    if (warp == 0 && lane == 0) s.raised[tile % kKept] = raises && !first;
+    arrive_as_warp(s.decided);
+    return version ^ raises;
   }
 
-  // The largest score so far with its lift becomes the row max, if the weights would outgrow e4m3 otherwise. The row
-  // max of the tile before is the other warpgroup's. `by` becomes the factor of the accumulators so far. Returns
-  // whether it matters to any of the warp's heads.
-  __device__ bool raise_row_max(const float (&score)[kScores], bool first, float (&by)[2]) {
-    float top[2] = {kLowest, kLowest};
-#pragma unroll
-    for (int j = 0; j < kScores / 4; ++j) {
-      float2 lift;
-      if constexpr (kScaled) lift = *reinterpret_cast<const float2*>(&s.lift[group][warp][8 * j + 2 * (lane % 4)]);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float first_score = score[4 * j + 2 * h], second = score[4 * j + 2 * h + 1];
-        if constexpr (kScaled) first_score += lift.x, second += lift.y;
-        top[h] = fmaxf(top[h], fmaxf(first_score, second));
-      }
-    }
-    bool raises = false;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
-      top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
-      const float before = first ? kLowest : s.row_max[head(h)];
-      const float raised = top[h] > before + kSlack ? top[h] : before;
-      raises |= raised != before;
-      by[h] = exp2_approximate(before - raised);
-      if (row_max[h] != raised) total[h] *= exp2_approximate(row_max[h] - raised), row_max[h] = raised;
-    }
-    return __any_sync(~0u, raises) && !first;
-  }
-
-  static __device__ uint32_t pack(float a, float b, float c, float d) {
-    return to_e4m3x2(a, b) | static_cast<uint32_t>(to_e4m3x2(c, d)) << 16;
-  }
-
-  // A tile's weights, rounded to e4m3: words of four tokens. [half][16 tokens][group].
+  // A tile's weights, rounded to e4m3: words of tokens lane / 4 and that plus 8, for both heads of a pair. Without
+  // scales all groups have the same.
   static constexpr int kVersions = kScaled ? kGroups : 1;
-  using Words = uint32_t[2][4][kVersions];
+  using Words = uint32_t[kVersions][kPairs];
 
-  __device__ void find_weights(const float (&score)[kScores], Words& words, int stage) {
-    const float shift[2] = {kTop - row_max[0], kTop - row_max[1]};
+  __device__ void find_weights(const float (&score)[kScores], Words& words, int stage, uint32_t version) {
+    float4 scale[2] = {};
+    if constexpr (kScaled) scale[0] = scales(stage, 0), scale[1] = scales(stage, 1);
+    add_total(over_tokens(
+                  [&](int j) -> float2 {
+                    const float4 own = heads(version, j);
+                    float weight[2][2];  // head, half
 #pragma unroll
-    for (int sixteen = 0; sixteen < 4; ++sixteen) {
-      float prob[2][4];
+                    for (int half = 0; half < 2; ++half) {
+                      weight[0][half] = exp2_approximate(fmaf(score[4 * j + 2 * half], own.x, own.y));
+                      weight[1][half] = exp2_approximate(fmaf(score[4 * j + 2 * half + 1], own.z, own.w));
+                    }
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
+                    for (int g = 0; g < kVersions; ++g) {
+                      const auto both = [&](int head) -> uint32_t {
+                        if constexpr (!kScaled) return to_e4m3x2(weight[head][0], weight[head][1]);
+                        return to_e4m3x2(weight[head][0] * of_group(scale[0], g),
+                                         weight[head][1] * of_group(scale[1], g));
+                      };
+                      words[g][j] = both(0) | both(1) << 16;
+                    }
+                    return {weight[0][0] + weight[0][1], weight[1][0] + weight[1][1]};
+                  },
+                  [](float a, float b) { return a + b; }),
+              version);
+  }
+
+  static __device__ float larger(float a, float b) { return fmaxf(a, b); }
+
+  __device__ void add_total(float2 sum, uint32_t version) {
+    const float4 own = heads(version, lane / 4);
+    const float now[2] = {own.y, own.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          prob[h][i] = exp2_approximate(score[4 * (2 * sixteen + i / 2) + 2 * h + i % 2] + shift[h]);
-          total[h] += prob[h][i];
-        }
-      if constexpr (kScaled) {
+    for (int i = 0; i < 2; ++i)
+      if (shift[i] != now[i]) total[i] *= exp2_approximate(now[i] - shift[i]), shift[i] = now[i];
+    total[0] += sum.x, total[1] += sum.y;
+  }
+
+  // The largest score so far, with its lift, becomes the row max of each head. Its shift brings such a weight to
+  // 2^kTop.
+  __device__ void raise_row_max(const float (&score)[kScores], const float (&lift)[2], uint32_t version, uint32_t tile,
+                                bool first) {
+    const float2 own = over_tokens(
+        [&](int j) -> float2 {
+          const float4 own = heads(version, j);
+          return {fmaxf(fmaf(score[4 * j], own.x, lift[0]), fmaf(score[4 * j + 2], own.x, lift[1])),
+                  fmaxf(fmaf(score[4 * j + 1], own.z, lift[0]), fmaf(score[4 * j + 3], own.z, lift[1]))};
+        },
+        larger);
+    *reinterpret_cast<float2*>(&s.of_warp[group][warp][own_pair()]) = own;
+    sync_named<128>(kGroupBarrier + group);
+    if (lane < 16) {
+      const int head = 16 * warp + lane;
+      float top = kLowest;
 #pragma unroll
-        for (int i = 0; i < kGroups / 2; ++i) {
-          const float4 a = *reinterpret_cast<const float4*>(s.scale[stage][i][8 * sixteen + lane % 4]),
-                       b = *reinterpret_cast<const float4*>(s.scale[stage][i][8 * sixteen + 4 + lane % 4]);
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            words[h][sixteen][2 * i] = pack(prob[h][0] * a.x, prob[h][1] * a.y, prob[h][2] * b.x, prob[h][3] * b.y);
-            words[h][sixteen][2 * i + 1] = pack(prob[h][0] * a.z, prob[h][1] * a.w, prob[h][2] * b.z, prob[h][3] * b.w);
-          }
-        }
-      } else {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) words[h][sixteen][0] = pack(prob[h][0], prob[h][1], prob[h][2], prob[h][3]);
-      }
+      for (int i = 0; i < 4; ++i) top = fmaxf(top, s.of_warp[group][i][head]);
+      const auto [q_scale, before] = s.heads[version][head];
+      const float after = first ? kTop - top : fminf(before, kTop - top);
+      s.heads[version ^ 1][head] = {q_scale, after};
+      s.rescale[tile % kKept][head] = exp2_approximate(after - before);
     }
+    if (warp == 0 && lane == 0) s.version = version ^ 1;
+    sync_named<128>(kGroupBarrier + group);
   }
 
-  // Row maxima and weights of a tile, before anybody is told.
-  __device__ void softmax(float (&score)[kScores], Words& words, float (&by)[2], bool& raises, int stage, bool first) {
-    if constexpr (kMaxLogits)
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) max_score[half(i)] = fmaxf(max_score[half(i)], score[i]);
-    raises = raise_row_max(score, first, by);
-    find_weights(score, words, stage);
-  }
-
-  // Stores them for both warpgroups, once these have read the tile before.
-  __device__ void publish(const Words& words, const float (&by)[2], bool raises, uint32_t tile) {
+  // Stores weights for both warpgroups, once these have read the tile before.
+  __device__ void publish(const Words& words, uint32_t tile) {
     wait(s.probs_empty, tile % 2 ^ 1);
-    if (lane % 4 == 0) {
+    // a row is a head; a warp's tokens are a piece
+    const uint32_t own = s.probs[0].address() + lane * kRowBytes + offset_in_row(lane % 8, warp);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) s.row_max[head(h)] = row_max[h], s.rescale[head(h)] = by[h];
-    }
-    if (lane == 0) s.raised[warp] = raises;
-    // of stmatrix: lane / 8 is a group, or 16 tokens where all groups have one P
-    if constexpr (kScaled) {
-      const uint32_t own = s.probs[0].address() + (lane / 16) * static_cast<uint32_t>(sizeof(s.probs[0])) +
-                           (warp * 16 + lane % 8) * kRowBytes + offset_in_row(lane % 8, lane / 8 % 2 * 4);
+    for (int g = 0; g < kVersions; ++g)
 #pragma unroll
-      for (int sixteen = 0; sixteen < 4; ++sixteen)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) store_tiles(other_piece(own, sixteen) + 8 * h * kRowBytes, words[h][sixteen]);
-    } else {
-      const uint32_t own = s.probs[0].address(warp * 16 + lane % 8, lane / 8);
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        store_tiles(own + 8 * h * kRowBytes, {words[h][0][0], words[h][1][0], words[h][2][0], words[h][3][0]});
-    }
+      for (int half = 0; half < 2; ++half)
+        store_tiles_transposed(
+            other_piece(own, g % 2 * 4) + g / 2 * static_cast<uint32_t>(sizeof(s.probs[0])) + half * 32 * kRowBytes,
+            {words[g][4 * half], words[g][4 * half + 1], words[g][4 * half + 2], words[g][4 * half + 3]});
     fence_async_shared();
     arrive_as_warp(s.probs_full);
   }
 
   // ---- values ----
 
-  __device__ void rescale() {
-    const uint4 raised = *reinterpret_cast<const uint4*>(s.raised);
-    if (!(raised.x | raised.y | raised.z | raised.w)) return;
+  __device__ void rescale(uint32_t tile) {
+    if (!s.raised[tile % kKept]) return;
 #pragma unroll
-    for (int j = 0; j < kScores / 4; ++j) {
-      const float2 by = *reinterpret_cast<const float2*>(s.rescale + 8 * j + 2 * (lane % 4));
+    for (int j = 0; j < kPairs; ++j) {
+      const float2 by = *reinterpret_cast<const float2*>(&s.rescale[tile % kKept][8 * j + 2 * (lane % 4)]);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         out[b][4 * j] *= by.x, out[b][4 * j + 1] *= by.y;
@@ -323,8 +349,8 @@ struct Consumer {
   __device__ static void load_block(uint32_t (&a)[4], uint32_t rows) {
     uint32_t pairs[4];
     load_tiles_transposed(pairs, rows);
-    a[0] = __byte_perm(pairs[0], pairs[1], 0x6420), a[1] = __byte_perm(pairs[0], pairs[1], 0x7531);
-    a[2] = __byte_perm(pairs[2], pairs[3], 0x6420), a[3] = __byte_perm(pairs[2], pairs[3], 0x7531);
+    a[0] = __byte_perm(pairs[0], pairs[1], 0x6240), a[1] = __byte_perm(pairs[0], pairs[1], 0x7351);
+    a[2] = __byte_perm(pairs[2], pairs[3], 0x6240), a[3] = __byte_perm(pairs[2], pairs[3], 0x7351);
   }
 
   using Values = uint32_t[kSteps][kBlocks][4];
@@ -332,15 +358,12 @@ struct Consumer {
   // The warpgroup's half of a tile, as operand A. The tile's stage is free then, as far as this warp is concerned.
   __device__ void load_values(Values& values, uint32_t tile) {
     const int stage = tile % kStages;
-    // lane / 8 is one of four tiles of eight tokens, lane % 8 the token
-    const uint32_t piece = (warp ^ lane % 8) * kPieceBytes;
-    const uint32_t rows = s.stages[stage].fp8[2 * group].address() + lane * kRowBytes + piece;
+    const uint32_t rows = s.stages[stage].address() + lane * Memory::kPitch + group * 256 + warp * kPieceBytes;
     wait(s.full[stage], tile / kStages % 2);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
-        load_block(values[step][b], (rows ^ b % 2 * 64) + (b / 2 * kTileTokens + 32 * step) * kRowBytes);
+      for (int b = 0; b < kBlocks; ++b) load_block(values[step][b], rows + 32 * step * Memory::kPitch + 64 * b);
     arrive_as_warp(s.empty[stage]);
   }
 
@@ -360,7 +383,7 @@ struct Consumer {
     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
-        wgmma<ValueAtom>(out[b], values[step][b], probs + (((kScaled ? b / 2 * 64 : 0) + step * 32) >> 4));
+        wgmma<Atom>(out[b], values[step][b], probs + (((kScaled ? b / 2 * 64 : 0) + step * 32) >> 4));
     cute::warpgroup_commit_batch();
   }
 
@@ -374,13 +397,16 @@ struct Consumer {
 
   __device__ void wait_for_probs(uint32_t tile) {
     wait(s.probs_full, tile % 2);
-    rescale();
+    rescale(tile);
   }
 
   // All of this, without anything beside it.
   __device__ void add_values(uint32_t tile) {
     Values values;
     load_values(values, tile);
+    add_loaded_values(values, tile);
+  }
+  __device__ void add_loaded_values(Values& values, uint32_t tile) {
     wait_for_probs(tile);
     begin_values(values);
     end_values<0>();
@@ -388,18 +414,27 @@ struct Consumer {
 
   // ---- a token ----
 
-  // Both warpgroups load its queries; the ones before have been read.
-  __device__ void load_queries(int token) {
-    constexpr int kAtOnce = 4, kOwn = kHeads / kConsumerWarps;
-    const int first = (4 * group + warp) * kOwn;
+  // Queries of half of the heads that a warp loads.
+  static constexpr int kOwnHeads = kHeads / kConsumerWarps, kAtOnce = kOwnHeads / 2;
+  struct Queries {
+    RoundedQueries<!kScaled> of[kAtOnce];
+  };
+  __device__ int first_head(int half) const { return (4 * group + warp) * kOwnHeads + half * kAtOnce; }
+  __device__ void load_half(Queries& queries, int token, int half, bool valid = true) const {
 #pragma unroll
-    for (int i = 0; i < kOwn; i += kAtOnce) {
-      RoundedQueries<!kScaled> queries[kAtOnce];
+    for (int i = 0; i < kAtOnce; ++i) queries.of[i].load(p, token, head_begin + first_head(half) + i, valid, lane);
+  }
+  __device__ void store_half(const Queries& queries, int half) {
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) queries[j].load(p, token, head_begin + first + i + j, lane);
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) queries[j].store(p.scale, s.q, s.q_rope, s.q_scale, first + i + j, lane);
-    }
+    for (int i = 0; i < kAtOnce; ++i) queries.of[i].store(p.scale, s.q, s.q_rope, s.heads, first_head(half) + i, lane);
+  }
+
+  // Both warpgroups store a token's queries; the ones before have been read. The first half is loaded already.
+  __device__ void store_queries(const Queries& first, int token) {
+    Queries second;
+    load_half(second, token, 1);
+    store_half(first, 0);
+    store_half(second, 1);
     fence_async_shared();
     sync();
   }
@@ -408,90 +443,98 @@ struct Consumer {
 
   __device__ void run(const CtaWork& cta) {
     uint32_t tile = 0;
+    Queries queries;  // of the token that comes next
+    load_half(queries, cta.token_begin, 0, cta.token_begin < cta.token_end);
     for (int token = cta.token_begin; token < cta.token_end; ++token) {
       const TokenWork work = cta.work(token);
       const uint32_t begin = tile, end = tile + work.tile_end - work.tile_begin;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) row_max[h] = max_score[h] = kLowest, total[h] = 0.0f;
+      for (int i = 0; i < 2; ++i) total[i] = 0.0f, shift[i] = -kLowest, max_score[i] = kLowest;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
         for (int i = 0; i < kScores; ++i) out[b][i] = 0.0f;
-      if (begin < end) load_queries(token);
+      if (begin < end) store_queries(queries, token);
       tile += tile % 2 != group;
+      Values values;  // a tile's, loaded before they can be added
       if (tile < end) {
-        float score[kScores], by[2];
-        bool raises;
+        float score[kScores];
+        Operands keys;
         Words words;
         const int stage = tile % kStages;
         wait(s.full[stage], tile / kStages % 2);
-        fence_async_shared();
-        find_lifts(stage);
-        const uint64_t q = q_descriptor(), k = k_descriptor(stage);
-        begin_scores(score, q, k);
-        end_scores(score, q, k, stage);
-        hide_slots(score, stage);
+        load_first_keys(keys, stage);
+        begin_scores(score, keys);
+        const Tokens tokens(*this, stage);
+        end_scores(score, keys, stage);
+        const uint32_t version = decide_shifts(score, tokens, tile, tile == begin);
         if (tile > begin) add_values(tile - 1);
-        softmax(score, words, by, raises, stage, tile == begin);
-        publish(words, by, raises, tile);
+        find_weights(score, words, stage, version);
+        load_values(values, tile);
+        publish(words, tile);
       }
       for (tile += 2; tile < end; tile += 2) {
-        float score[kScores], by[2];
-        bool raises;
+        float score[kScores];
+        Operands keys;
         Words words;
-        Values values;
         const int stage = tile % kStages;
-        const uint64_t q = q_descriptor(), k = k_descriptor(stage);
-        load_values(values, tile - 2);
         wait(s.full[stage], tile / kStages % 2);
-        fence_async_shared();
-        find_lifts(stage);
+        load_first_keys(keys, stage);
         wait_for_probs(tile - 2);
         begin_values(values);
-        begin_scores(score, q, k);
+        begin_scores(score, keys);
+        const Tokens tokens(*this, stage);
         end_values<1>();
-        Values others;
-        if (!kScaled) load_values(others, tile - 1);
-        end_scores(score, q, k, stage);
-        if (kScaled) load_values(others, tile - 1);
-        hide_slots(score, stage);
+        end_scores(score, keys, stage);
+        load_values(values, tile - 1);
+        const uint32_t version = decide_shifts(score, tokens, tile, false);
         wait_for_probs(tile - 1);
-        begin_values(others);
-        softmax(score, words, by, raises, stage, false);
+        begin_values(values);
+        find_weights(score, words, stage, version);
         end_values<0>();
-        publish(words, by, raises, tile);
+        load_values(values, tile);
+        publish(words, tile);
       }
-      if (begin + (begin % 2 != group) < end) add_values(tile - 2);
+      if (begin + (begin % 2 != group) < end) add_loaded_values(values, tile - 2);
       if (begin < end && (end - 1) % 2 != group) add_values(end - 1);
       tile = end;
+      load_half(queries, token + 1, 0, token + 1 < cta.token_end);
       finish(work, cta.partial(work));
     }
   }
 
   // ---- a token's results ----
 
-  __device__ void finish(const TokenWork& work, int64_t partial) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int distance = 1; distance < 4; distance *= 2) {
-        total[h] += __shfl_xor_sync(~0u, total[h], distance);
-        if constexpr (kMaxLogits) max_score[h] = fmaxf(max_score[h], __shfl_xor_sync(~0u, max_score[h], distance));
-      }
-      if (lane % 4 == 0) {
-        s.own_max[group][head(h)] = row_max[h], s.total[group][head(h)] = total[h];
-        s.max_score[group][head(h)] = max_score[h];
-      }
-    }
+  __device__ int own_pair() const { return 8 * (lane / 4) + 2 * (lane % 4); }  // its first head
+
+  // Tells both warpgroups what the warps have of each head.
+  __device__ void tell(const float (&of_pair)[2]) {
+    *reinterpret_cast<float2*>(&s.of_warp[group][warp][own_pair()]) = {of_pair[0], of_pair[1]};
     sync();
-    const int own = threadIdx.x % (32 * kConsumerWarps);
-    if (own < kHeads) {
-      const float a = s.own_max[0][own], b = s.own_max[1][own], raised = fmaxf(a, b);
-      constexpr float kDown = 1 / 64.0f;  // 2^-kTop
-      const float sum = add_in_any_order(s.total[0][own] * exp2_approximate(a - raised),
-                                         s.total[1][own] * exp2_approximate(b - raised));
-      s.factor[own] = kDown * finish_head(p, work.token, head_begin + own, work.whole(), partial, kDown * sum, raised,
-                                          fmaxf(s.max_score[0][own], s.max_score[1][own]));
+  }
+
+  __device__ void finish(const TokenWork& work, int64_t partial) {
+    if (warp == 0) *reinterpret_cast<float2*>(&s.shift[group][own_pair()]) = {shift[0], shift[1]};
+    const int own = threadIdx.x % (32 * kConsumerWarps) % kHeads;
+    float most = kLowest;
+    if constexpr (kMaxLogits) {
+      tell(max_score);
+      const auto& of = s.of_warp;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) most = fmaxf(most, fmaxf(of[0][i][own], of[1][i][own]));
+      sync();
+    }
+    tell(total);
+    if (4 * group + warp < kHeads / 32) {
+      const float last = fminf(s.shift[0][own], s.shift[1][own]);
+      float sum[2];
+#pragma unroll
+      for (int g = 0; g < kConsumerGroups; ++g) {
+        const auto& of = s.of_warp[g];
+        sum[g] = ((of[0][own] + of[1][own]) + (of[2][own] + of[3][own])) * exp2_approximate(last - s.shift[g][own]);
+      }
+      s.factor[own] = finish_head(p, work.token, head_begin + own, work.whole(), partial,
+                                  add_in_any_order(sum[0], sum[1]), -last, most);
     }
     sync();
     write(work, partial, hidden(lane));
@@ -500,34 +543,36 @@ struct Consumer {
   // Eight lanes have 16 neighbouring dims of a head.
   __device__ void write(const TokenWork& work, int64_t partial, int lane) {
     const Partials partials(p.workspace, p.ctas, p.heads);
-    const int dim = group * (kBlocks * 64) + warp * 16 + 2 * (lane / 4);
+    const int pair = 2 * (lane % 4), dim = group * (kBlocks * 64) + warp * 16 + 2 * (lane / 4);
+    const int heads = p.heads - head_begin - pair;  // from the lane's first on
+    const auto each = [&](auto* to, int64_t next_head, auto store) {
 #pragma unroll
-    for (int j = 0; j < kScores / 4; ++j)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int own = 8 * j + 2 * (lane % 4) + c, head = head_begin + own;
-        if (head >= p.heads) continue;
-        const float by = s.factor[own];
-        if (work.whole()) {
-          uint16_t* to = p.out + p.offset(p.out_strides, work.token, head) + dim;
+      for (int i = 0; i < kPairs * 2; ++i) {
+        const int c = i % 2, own = 8 * (i / 2) + c;
+        if (own < heads) {
+          const float by = s.factor[pair + own];
 #pragma unroll
           for (int b = 0; b < kBlocks; ++b)
-            *reinterpret_cast<uint32_t*>(to + 64 * b) = pack_bf16(out[b][4 * j + c] * by, out[b][4 * j + 2 + c] * by);
-        } else {
-          float* to = partials.out + partials.row(partial, head) * kValueDim + dim;
-#pragma unroll
-          for (int b = 0; b < kBlocks; ++b)
-            *reinterpret_cast<float2*>(to + 64 * b) = {out[b][4 * j + c] * by, out[b][4 * j + 2 + c] * by};
+            store(to + 64 * b, out[b][4 * (i / 2) + c] * by, out[b][4 * (i / 2) + 2 + c] * by);
         }
+        to += c == 0 ? next_head : 7 * next_head;
       }
+    };
+    if (work.whole())
+      each(p.out + p.offset(p.out_strides, work.token, head_begin + pair) + dim, p.out_strides.head,
+           [](uint16_t* to, float a, float b) { *reinterpret_cast<uint32_t*>(to) = pack_bf16(a, b); });
+    else
+      each(partials.out + partials.row(partial, head_begin + pair) * kValueDim + dim, int64_t{kValueDim},
+           [](float* to, float a, float b) { *reinterpret_cast<float2*>(to) = {a, b}; });
   }
 };
 
 // Four warps load rows. A warp computes the addresses of its rows of two tiles at once, a lane a row.
 template <Rows kRows>
 struct Producer {
-  static constexpr bool kScaled = is_scaled(kRows);
   static constexpr int kBatch = 32 / kWarpRows;  // tiles
+  static constexpr uint32_t kAllRows = (1 << kWarpRows) - 1;
+  static constexpr int kBytes = Shared<kRows>::kBytes, kPitch = Shared<kRows>::kPitch;
 
   static __device__ void run(const AttentionProblem& p, Shared<kRows>& s, const CtaWork& cta, int warp, int lane) {
     const int first = warp * kWarpRows, at = first + lane % kWarpRows;
@@ -550,53 +595,32 @@ struct Producer {
       const int stage = tile % kStages;
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
       copy(s, stage, first, cache, own, lane);
-      arrive_when_copied(s.full[stage]);
-      arrive_as_warp(s.full[stage]);
     }
   }
 
-  // Starts the copies of a warp's rows. `own` is where row lane % kWarpRows of them lies. The loop takes few
-  // instructions a row: four warps have to ask for all rows.
+  // Starts the copies of a warp's rows, one each. `own` is where row lane % kWarpRows of them lies. Missing rows become
+  // zeros, as values are multiplied by weights of 0.
   static __device__ void copy(Shared<kRows>& s, int stage, int first, const uint8_t* cache, uint32_t own, int lane) {
     const bool valid = own != kNoRow;
+    const uint32_t rows = __ballot_sync(~0u, valid && lane < kWarpRows);
+    uint8_t (&to)[kTileTokens][kPitch] = s.stages[stage].rows;
     if (lane < kWarpRows) s.valid[stage][first + lane] = valid;
-    if (__all_sync(~0u, valid))
-      copy_rows<true>(s, stage, first, cache, own, true, lane);
-    else
-      copy_rows<false>(s, stage, first, cache, valid ? own : 0, valid, lane);
-  }
-
-  template <bool kAllValid>
-  static __device__ void copy_rows(Shared<kRows>& s, int stage, int first, const uint8_t* cache, uint32_t own,
-                                   bool valid, int lane) {
-    const auto copy = [&](uint32_t to, uint64_t from, int row) {
-      const uint64_t piece = from + uint64_t{__shfl_sync(~0u, own, row)} * kPieceBytes;
-      copy_16_or_zero(to, reinterpret_cast<const uint8_t*>(piece), kAllValid || __shfl_sync(~0u, valid, row));
-    };
-    const uint32_t to = s.stages[stage].fp8[lane / 8].address() + first * kRowBytes + lane % 8 * kPieceBytes;
-    auto from = reinterpret_cast<uint64_t>(cache + kPieceBytes * lane);
-    hide(from);  // or the cache's address is added for every row
-#pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) copy(rows_further(to, i), from, i);
-    constexpr int kPieces = kScaled ? 8 : 4, kAtOnce = 32 / kPieces;  // of rope; rows
-    constexpr int kOffset = kScaled ? kFp8DsMla.rope_offset() : kFp8Tensor576.rope_offset();
-    const int piece = lane % kPieces;
-    auto from_rope = reinterpret_cast<uint64_t>(cache + kOffset + kPieceBytes * piece);
-    hide(from_rope);
-#pragma unroll
-    for (int i = 0; i < kWarpRows; i += kAtOnce) {
-      const int row = i + lane / kPieces;
-      copy(s.stages[stage].rope.address(first + row, piece), from_rope, row);
+    if (rows != kAllRows) {
+      for (uint32_t missing = rows ^ kAllRows; missing; missing &= missing - 1)
+        for (int at = lane * kPieceBytes; at < kBytes; at += 32 * kPieceBytes)
+          *reinterpret_cast<uint4*>(&to[first + __ffs(static_cast<int>(missing)) - 1][at]) = {};
+      fence_async_shared();  // later copies come to the same place
     }
-    if constexpr (kScaled) {
-      constexpr int kGroupsAtOnce = 32 / kWarpRows;
-#pragma unroll
-      for (int i = 0; i < kGroups; i += kGroupsAtOnce) {
-        const int token = first + lane % kWarpRows, g = i + lane / kWarpRows;
-        copy_4_or_zero(cast_smem_ptr_to_uint(&s.scale[stage][g / 2][token / 2][g % 2][token % 2]),
-                       cache + kFp8DsMla.scale_offset() + 4 * g + uint64_t{own} * kPieceBytes, valid);
-      }
+    __syncwarp();
+    if (lane < kWarpArrivals) {
+      if (lane == 0)
+        arrive_and_expect(s.full[stage], __popc(rows) * kBytes);
+      else
+        s.full[stage].arrive();
     }
+    __syncwarp();
+    if (lane < kWarpRows && valid)
+      copy_bulk(cast_smem_ptr_to_uint(to[first + lane]), cache + uint64_t{own} * kPieceBytes, kBytes, s.full[stage]);
   }
 };
 
@@ -607,11 +631,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   auto& s = *reinterpret_cast<Shared<kRows>*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      s.full[i].init((32 + kWarpArrivals) * kProducerWarps);
+      s.full[i].init(kProducerWarps * kWarpArrivals);
       s.empty[i].init(kConsumerWarps * kWarpArrivals);
     }
-    s.probs_full.init(4 * kWarpArrivals), s.probs_empty.init(kConsumerWarps * kWarpArrivals);
-    s.touched = touch(p);
+    s.decided.init(4 * kWarpArrivals), s.probs_full.init(4 * kWarpArrivals),
+        s.probs_empty.init(kConsumerWarps * kWarpArrivals);
+    s.version = 0, s.touched = touch(p);
   }
   __syncthreads();
   const int head_begin = blockIdx.x * kHeads;
