@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ MOST_OF_A_REASON = 300
 LOG_LINES = 20  # shown of what a backend printed before it failed
 MOST_CPU_CACHE_BYTES = 4 << 30  # what does not fit waits; unless one request needs more
 CPU_BLOCK = 64  # tokens; a request may fill a block of them in part
+BACKEND = types.checked(
+    str, re.compile(r"[^:]+(:[^:=]+(:\w+=[^:=]+)?)?").fullmatch, "NAME, NAME:CACHE or NAME:CACHE:OPTION=VALUE"
+)
 FULL_DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """CUDA graphs of decode steps, without compiling the model first, which takes minutes."""
 SAME_NAME = (
@@ -70,8 +74,9 @@ Measure = Callable[[Path, Stages], Iterator[dict[str, Any]]]
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
-    told = f"the engine's, such as {DEFAULT_BACKEND},FLASHMLA_SPARSE. One with a cache of another type: NAME:bfloat16"
-    parser.add_argument("--backend", type=types.names, default=[DEFAULT_BACKEND], metavar="NAMES", help=told)
+    told = f"the engine's, such as {DEFAULT_BACKEND},FLASHMLA_SPARSE. One with a cache of another type: NAME:bfloat16, "
+    told += "and with an option of vLLM's --additional-config: NAME:fp8:mla_products=fp8"
+    parser.add_argument("--backend", type=types.listed(BACKEND), default=[DEFAULT_BACKEND], metavar="NAMES", help=told)
 
 
 def add_loads(parser: argparse.ArgumentParser, *, num_prompts: int, warmup: str) -> None:
@@ -142,12 +147,18 @@ def size_cpu_cache(
 
 
 def engine_arguments(settings: dict[str, Any], backend: str) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` or `sglang.Engine`. A backend may be NAME:CACHE, with a kv_cache_dtype of its own."""
-    backend, _, cache = backend.partition(":")
+    """The arguments of `vllm.LLM` or `sglang.Engine`. A backend may be NAME:CACHE, with a kv_cache_dtype of its own, or
+    NAME:CACHE:OPTION=VALUE, with an option of vLLM's --additional-config, too."""
+    backend, cache, option = [*backend.split(":"), "", ""][:3]
     given = {name: value for name, value in settings.items() if value is not None}
     given |= {"kv_cache_dtype": cache} if cache else {}
     made = {"vllm": vllm_arguments, "sglang": sglang_engine.arguments}[settings["engine"]](given)
-    return {**made, "attention_backend": backend, **settings["engine_args"]}
+    made |= {"attention_backend": backend, **settings["engine_args"]}
+    if option:
+        name, value = option.split("=")
+        own = {name: {"true": True, "false": False}.get(value, value)}
+        made["additional_config"] = {**made.get("additional_config", {}), **own}
+    return made
 
 
 def vllm_arguments(given: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     common.add_loads(parser, num_prompts=64, warmup="run each load once before it is timed")
     types.add_rounds(parser, 3)
     told = "time all backends in alternate rounds. All must fit into memory: --gpu-memory-utilization and "
-    told += f"--kv-cache-memory-bytes are for each of them; default: each gets its part of {INTERLEAVED_SHARE}"
+    told += "--kv-cache-memory-bytes are for each of them, and with the latter they start at the same time; default: "
+    told += f"each gets its part of {INTERLEAVED_SHARE}"
     parser.add_argument("--interleave", action="store_true", help=told)
     told = "kernel times of a few decode steps, at the first load of each length"
     parser.add_argument("--profile", action="store_true", help=told)
@@ -116,11 +117,14 @@ def measure(options: argparse.Namespace, plan: Plan, logs: Path, stages: Stages)
     for together in [options.backend] if options.interleave else [[name] for name in options.backend]:
         with contextlib.ExitStack() as running:
             left: dict[rounds.Worker, list[int]] = {}  # the runs whose results have not come yet
-            for name in together:  # one at a time, as engines look at how much memory is free when they start
+            for name in together:
                 stages.at(f"{name}: starting")
                 own = {**spec, "arguments": common.engine_arguments(plan.settings, name)}
                 worker = running.enter_context(rounds.started(name, own, logs))
                 left[worker] = list(range(len(plan.runs)))
+                if not options.kv_cache_memory_bytes:  # an engine that sizes its cache must start alone
+                    yield from heard(worker, left[worker], plan, stages)
+            for worker in left if options.kv_cache_memory_bytes else ():
                 yield from heard(worker, left[worker], plan, stages)
             for worker, stage in rounds.interleaved(list(left)):
                 stages.at(f"{worker.name}: {stage}")

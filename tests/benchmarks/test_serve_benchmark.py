@@ -114,6 +114,8 @@ def test_what_is_not_given_is_left_to_vllm(monkeypatch):
     assert common.gpus(arguments) == 1 and common.gpus({**arguments, "data_parallel_size": 3}) == 3
     own_cache = {"attention_backend": "B", "kv_cache_dtype": "bfloat16"}
     assert common.engine_arguments(settings, "B:bfloat16") == {**arguments, **own_cache}
+    given = common.engine_arguments({**settings, "engine_args": {"additional_config": {"a": 1}}}, "B:fp8:b=true")
+    assert given["additional_config"] == {"a": 1, "b": True} and given["kv_cache_dtype"] == "fp8"
 
 
 def test_on_a_cpu_vllm_gets_a_cache_for_the_load(small_model, monkeypatch):

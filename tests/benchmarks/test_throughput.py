@@ -39,7 +39,8 @@ def test_interleaved_backends_are_measured_and_one_that_fails_is_said_to(small_m
 
 def test_where_the_first_backend_failed_nothing_is_compared_with_it(small_model, fake_vllm):
     words = ["--loads", "20+4", "--num-prompts", "2", "--rounds", "2", "--interleave", "--output", fake_vllm / "out"]
-    assert status_of("throughput", "--model", small_model, *words, "--backend", "REFUSED,ONE,TWO") == 1
+    together = ["--kv-cache-memory-bytes", "1G"]
+    assert status_of("throughput", "--model", small_model, *words, *together, "--backend", "REFUSED,ONE,TWO") == 1
     _, *others = kinds.load(fake_vllm / "out").results
     assert [result["over_first"] for result in others] == [None, None]
 

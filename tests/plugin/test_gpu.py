@@ -81,7 +81,7 @@ def test_a_decode_step_pads_nothing_allocates_nothing_and_waits_no_more_often_th
 ASKED = ("--engine-args", '{"additional_config": {"mla_selection": true}}')
 
 
-@pytest.mark.parametrize("how", [ASKED, (*ASKED, "--drafts", 1), ("--drafts", 2)])  # of two DeepGEMM has no kernel
+@pytest.mark.parametrize("how", [ASKED, *((*ASKED, "--drafts", n) for n in (1, 2))])  # of two DeepGEMM has no kernel
 def test_our_selection_takes_the_place_of_vllms(tmp_path, model, how):
     load = ["--kv-cache-dtype", "fp8", "--no-compile", "--profile", "--loads", "4096+64", "--num-prompts", 16]
     (found,) = results_of(tmp_path, "throughput", "--model", model(16), "--backend", "SPARSE_MLA", *load, *how)
