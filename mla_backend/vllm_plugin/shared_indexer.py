@@ -100,7 +100,7 @@ class Room:
         elif nccl is not None and not nccl.disabled:
             nccl.all_gather(found, own)
         else:
-            torch.distributed.all_gather_into_tensor(found, own.clone(), group=self.group.device_group)
+            found.copy_(self.group.all_gather(own, 0))
         return found
 
     def place(self, places: Tensor, found: Tensor, out: Tensor) -> None:
@@ -222,11 +222,12 @@ def weigh(builder: Any, common: Any, room: Room) -> dict[str, bool]:
         lengths = torch.full_like(counts, common.max_seq_len)
     tokens, ratio = common.num_actual_tokens, builder.compress_ratio
     keys, decodes = counts.long() * (lengths[: len(counts)] - counts // 2), counts <= builder.decode_threshold
-    scored = float(keys[decodes].sum()) / ratio, float(keys[~decodes].sum()) / ratio
-    in_graph = tokens * builder.vllm_config.model_config.max_model_len / 2 / ratio, 0.0
-    fits = int(counts[decodes].sum()) <= room.tokens
-    shared = {"pays": scored, "pays_in_graphs": in_graph}
-    return {name: fits and (room.forced or sharing.pays(*keys, tokens, room.ranks)) for name, keys in shared.items()}
+    decode_tokens, prefill_tokens = int(counts[decodes].sum()), int(counts[~decodes].sum())
+    now = float(keys[decodes].sum()) / ratio, float(keys[~decodes].sum()) / ratio, tokens, prefill_tokens
+    in_graph = tokens * builder.vllm_config.model_config.max_model_len / 2 / ratio, 0.0, tokens, 0
+    can, forced = decode_tokens <= room.tokens, room.forced
+    both = {"pays": now, "pays_in_graphs": in_graph}
+    return {name: can and (forced or sharing.pays(*given, room.ranks)) for name, given in both.items()}
 
 
 def prefill_pieces(builder: Any, metadata: Any, room: Room) -> list[Piece]:

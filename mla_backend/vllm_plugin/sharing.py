@@ -26,6 +26,8 @@ DECODE_KEY_US, PREFILL_KEY_US = 35 / 2**20, 18 / 2**20
 |---|---|---|---|---|---|---|
 | scores and top-k | 35.6 | 94.9 | 97.1 | 308 | 2325 | 9530 |
 """
+PREFILL_WAVE = 264
+"""Tokens that DeepGEMM scores at once in prefill: two per SM. Fewer take as long."""
 EXCHANGE_US, EXCHANGE_ROW_US = 12.0, 0.04
 """What sharing adds, by the times of NCCL's all-gather of [tokens, 2048] over two H200s in a CUDA graph, us, and 4 us
 for the two kernels around it:
@@ -85,17 +87,17 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
     return None
 
 
-def pays(decode_keys: float, prefill_keys: float, tokens: int, ranks: int) -> bool:
+def pays(decode_keys: float, prefill_keys: float, tokens: int, prefill_tokens: int, ranks: int) -> bool:
     """Whether a step gets faster.
 
     Args:
         decode_keys, prefill_keys: how many scores are needed.
-        tokens: for how many tokens.
+        tokens, prefill_tokens: for how many tokens, and how many of them are prefill's.
         ranks: how many GPUs share them.
     """
-    selection = DECODE_KEY_US * decode_keys + PREFILL_KEY_US * prefill_keys
-    exchange = EXCHANGE_US * -(-tokens // PIECE) + EXCHANGE_ROW_US * tokens
-    return selection * (ranks - 1) / ranks > exchange
+    left = max(1 / ranks, PREFILL_WAVE / max(1, prefill_tokens))
+    saved = DECODE_KEY_US * decode_keys * (1 - 1 / ranks) + PREFILL_KEY_US * prefill_keys * max(0, 1 - left)
+    return saved > EXCHANGE_US * -(-tokens // PIECE) + EXCHANGE_ROW_US * tokens
 
 
 # --- who selects for what ---------------------------------------------------------------------------------------------
