@@ -1,8 +1,7 @@
 """Ranks that share selection choose what one of them would, whatever a step is like."""
 
 import os
-import tempfile
-from functools import partial
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ from mla_backend.vllm_plugin import config as plugin_config
 from mla_backend.vllm_plugin import selection, sharing
 from vllm_models import config_with
 
-RANKS, HEADS, TOPK, KEYS = 2, 4, 16, "layers.0.indexer.k_cache"
+RANKS = 2
 STEPS = {
     "decode": [([1] * 5, [300, 17, 200, 9, 64])],
     "one request": [([1], [300])],
@@ -46,68 +45,114 @@ def test_every_row_is_dealt_once_and_shares_are_equal(lengths, ranks, width):
     assert all(torch.equal(torch.cat([rows for rows, _ in shares])[places], tokens) for _, places in shares)
 
 
-def select_in_shares(rank: int, meeting: str, own: bool) -> None:
+def select_in_shares(rank: int, meeting: str, own: bool, on_gpus: bool) -> None:
     """One of two ranks: what vLLM's function, and its op, choose in shares is what the function chose before."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=RANKS)
     from vllm.config import CUDAGraphMode
+    from vllm.forward_context import override_forward_context
     from vllm.model_executor.layers import sparse_attn_indexer as layer
     from vllm.models.deepseek_v32 import attention as model
+    from vllm.v1.attention.backends.mla import indexer
 
     import indexer_on_cpu
     from index_problems import random_index
     from mla_backend.vllm_plugin import gpu_indexer, shared_indexer
+    from serving_benchmarks.ops.sharing import LAYER, join, leave, new_builder, new_step
+
+    heads, topk, scale = (64, 2048, 16) if on_gpus else (4, 16, 1)
+    if on_gpus:
+        group = join(rank, RANKS, meeting)
+    else:
+        indexer_on_cpu.on_cpu()
+        group = gloo(rank, meeting)
+        shared_indexer.get_tp_group = lambda: group
+
+    def same(got, want):  # vLLM's kernels choose in any order
+        return got.equal(want) if own or not on_gpus else got.sort(1).values.equal(want.sort(1).values)
+
+    torch.manual_seed(0)
+    device, longest, exchanges, exchange = group.device, 320 * scale, [], shared_indexer.Room.exchange
+    text = SimpleNamespace(index_n_heads=heads, index_topk=topk)
+    config = config_with(model=dict(hf_text_config=text), scheduler=dict(max_num_batched_tokens=37))
+    config.additional_config = {sharing.OPTION: True}
+    selection.is_on = lambda config: own
+    function = gpu_indexer.in_place_of(layer.sparse_attn_indexer) if own else layer.sparse_attn_indexer
+    shared_indexer.install(config)
+    shared = [model.sparse_attn_indexer] if own else [model.sparse_attn_indexer, torch.ops.vllm.sparse_attn_indexer]
+    shared_indexer.Room.exchange = lambda *given: exchanges.append(given) or exchange(*given)
+    indexer.envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = Fraction(40 * longest * 4, 2**20)
+    for name, steps in STEPS.items():
+        builder = new_builder(indexer.DeepseekV32IndexerMetadataBuilder, 256, longest, DRAFTS.get(name, 0), device)
+        builder.max_prefill_buffer_size = 700 * scale
+        for query_lens, seq_lens in steps:
+            table = torch.randperm(25 * scale, dtype=torch.int32).view(5, -1)[: len(seq_lens)].to(device)
+            step = new_step(torch.tensor(query_lens), torch.tensor(seq_lens) * scale, table)
+            tokens = step.num_actual_tokens
+            how = dict(tokens=tokens, heads=heads, blocks=25 * scale, dtype=torch.float8_e4m3fn)
+            problem, batch = random_index(**how, device=device), builder.build(0, step)
+            if name == "decode":  # further drafts, in a graph of another batch
+                batch.seq_lens += torch.randperm(tokens, dtype=torch.int32, device=device)
+                table.copy_(table.flip(0))
+                builder.update_draft_decode_metadata(batch)
+            mode = CUDAGraphMode.FULL if "graph" in name else CUDAGraphMode.NONE
+            context = SimpleNamespace(attn_metadata={LAYER: batch}, cudagraph_runtime_mode=mode)
+            q, later = problem.queries, [True, False, False, ""]
+            given = (
+                q,
+                LAYER,
+                problem.cache,
+                q,
+                None,
+                None,
+                problem.weights,
+                128,
+                "ue8m0",
+                topk,
+                128,
+                longest,
+                7 * longest,
+            )
+            want = torch.full((tokens + 2, topk), 7, dtype=torch.int32, device=device)
+            with override_forward_context(context):
+                function(*given, want, *later)
+                for one in shared:
+                    got, before = torch.full_like(want, 7), len(exchanges)
+                    one(*given, got, *later)
+                    assert len(exchanges) - before >= (3 if "chunks" in name else 1), f"{name}: not shared"
+                    assert same(got, want), f"{name}: {(got != want).any(1).nonzero().flatten().tolist()}"
+                    assert context.attn_metadata == {LAYER: batch}
+                if on_gpus and "graph" in name:
+                    torch.cuda.synchronize()
+                    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+                        shared[0](*given, got, *later)
+                    step.seq_lens.sub_(torch.tensor([100, 0, 7, 0], device=device))
+                    context.attn_metadata[LAYER] = builder.build(0, step)
+                    function(*given, want, *later)
+                    graph.replay()
+                    assert same(got, want), "a graph does not follow the next step"
+    leave() if on_gpus else torch.distributed.destroy_process_group()
+
+
+def gloo(rank: int, meeting: str) -> SimpleNamespace:
+    """What is used of vLLM's group."""
 
     def all_gather(own, dim):
         torch.distributed.all_gather(found := [torch.empty_like(own) for _ in range(RANKS)], own)
         return torch.cat(found)
 
-    torch.manual_seed(0)
-    indexer_on_cpu.on_cpu()
-    group = SimpleNamespace(rank_in_group=rank, world_size=RANKS, device=torch.device("cpu"), device_communicator=None)
-    group.all_gather, exchanges = all_gather, []
-    text = SimpleNamespace(index_n_heads=HEADS, index_topk=TOPK)
-    config = config_with(model=dict(hf_text_config=text), scheduler=dict(max_num_batched_tokens=37))
-    config.additional_config = {sharing.OPTION: True}
-    shared_indexer.get_tp_group, selection.is_on = lambda: group, lambda config: own
-    function = gpu_indexer.in_place_of(layer.sparse_attn_indexer) if own else layer.sparse_attn_indexer
-    shared_indexer.install(config)
-    shared = [model.sparse_attn_indexer] if own else [model.sparse_attn_indexer, torch.ops.vllm.sparse_attn_indexer]
-    exchange, context = shared_indexer.Room.exchange, SimpleNamespace()
-    shared_indexer.Room.exchange = lambda *given: exchanges.append(given) or exchange(*given)
-    for module in (layer, gpu_indexer, shared_indexer):
-        module.get_forward_context = lambda: context
-    for name, steps in STEPS.items():
-        builder = indexer_on_cpu.new_builder(DRAFTS.get(name, 0), "flattened" in name, room=700, budget=40 * 300 * 4)
-        for query_lens, seq_lens in steps:
-            table = torch.randint(0, 40, (5, 5), dtype=torch.int32)
-            step = indexer_on_cpu.step_of(query_lens, seq_lens, table)
-            batch, tokens = builder.build(0, step), step.num_actual_tokens
-            if name == "decode":  # further drafts, in a graph of another batch
-                batch.seq_lens += torch.randperm(tokens, dtype=torch.int32)
-                table.copy_(table.flip(0))
-                builder.update_draft_decode_metadata(batch)
-            context.attn_metadata = {KEYS: batch}
-            context.cudagraph_runtime_mode = CUDAGraphMode.FULL if "graph" in name else CUDAGraphMode.NONE
-            problem = random_index(tokens=tokens, heads=HEADS, dtype=torch.float8_e4m3fn)
-            q, later = problem.queries, [True, False, False, ""]
-            given = q, KEYS, problem.cache, q, None, None, problem.weights, 128, "ue8m0", TOPK, 128, 320, 2048
-            want = torch.full((tokens + 2, TOPK), 7, dtype=torch.int32)
-            function(*given, want, *later)
-            for one in shared:
-                got, before = torch.full_like(want, 7), len(exchanges)
-                one(*given, got, *later)
-                assert len(exchanges) - before >= (3 if "chunks" in name else 1), f"{name}: not shared"
-                assert torch.equal(got, want), f"{name}: {(got != want).any(1).nonzero().flatten().tolist()}"
-                assert context.attn_metadata == {KEYS: batch}
-    torch.distributed.destroy_process_group()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=RANKS)
+    group = SimpleNamespace(rank_in_group=rank, world_size=RANKS, device_communicator=None, all_gather=all_gather)
+    group.device = torch.device("cpu")
+    return group
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_two_ranks_choose_what_one_would(own):
-    """vLLM's function, with its own metadata and stand-ins for its kernels; or ours, with `select_tokens`."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(select_in_shares, (f"{folder}/meeting", own), nprocs=RANKS)
+@pytest.mark.parametrize("on_gpus", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_two_ranks_choose_what_one_would(own, on_gpus, tmp_path):
+    """vLLM's function, with its metadata and, on a CPU, stand-ins for its kernels; or ours, with `select_tokens`."""
+    if on_gpus and torch.cuda.device_count() < RANKS:
+        pytest.skip("needs two GPUs")
+    torch.multiprocessing.spawn(select_in_shares, (f"{tmp_path}/meeting", own, on_gpus), nprocs=RANKS)
 
 
 def config_of(asked=None, ranks=2, keys="fp8", graphs="FULL_AND_PIECEWISE", text=None, **parallel):
@@ -122,10 +167,11 @@ def config_of(asked=None, ranks=2, keys="fp8", graphs="FULL_AND_PIECEWISE", text
 
 
 def test_they_share_where_they_can_unless_told_not_to(monkeypatch):
+    from vllm.models.deepseek_v32 import attention as model
     from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
 
-    major = partial(SimpleNamespace, minor=0)
-    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: major(major=9))
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(9, 0))
     impossible = [dict(ranks=1), dict(keys="mxfp4"), dict(graphs="FULL"), dict(text=dict(index_kpool=4))]
     impossible += [dict(decode_context_parallel_size=2), dict(prefill_context_parallel_size=2)]
     impossible += [
@@ -141,9 +187,9 @@ def test_they_share_where_they_can_unless_told_not_to(monkeypatch):
         assert "each GPU selects for all tokens" in refuse(True, **one) and refuse(**one) is None
     assert refuse() is refuse(True) is refuse(False, ranks=1) is None
     assert all("must be true or false" in refuse(asked) for asked in ("true", 1, {}))
-    monkeypatch.setattr("vllm.models.deepseek_v32.attention.sparse_attn_indexer", lambda hidden_states, fresh: None)
+    monkeypatch.setattr(model, "sparse_attn_indexer", lambda hidden_states, fresh: None)
     assert "has other arguments (fresh new" in refuse(True)
-    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: major(major=10))
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(10, 0))
     assert not sharing.is_on(config_of())
 
 

@@ -3,8 +3,6 @@
 A token's score of a slot follows from the token's query and weights and from the slot alone.
 """
 
-from collections.abc import Sequence
-from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,52 +12,21 @@ from vllm import _custom_ops
 from vllm.model_executor.layers import sparse_attn_indexer as layer
 from vllm.v1.attention.backends.mla import indexer
 
-from vllm_models import common_metadata, config_with
-
-BLOCK, LONGEST, TOKENS = 64, 320, 256
+from serving_benchmarks.ops.batches import BLOCK
 
 
 def on_cpu() -> None:
     """Puts what runs on a CPU in place of vLLM's kernels."""
     indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL = _chunk_metadata
     indexer._PREPARE_UNIFORM_DECODE_KERNEL = _uniform_decode
+    indexer._supports_native_decode = lambda rows: rows in (1, 2, 4)
+    indexer.num_compute_units = lambda device: 8
     layer.fp8_fp4_mqa_logits = _gathered_scores
     layer.fp8_fp4_paged_mqa_logits = _paged_scores
     layer.get_indexer_topk = lambda backend: _decode_topk
     layer.current_workspace_manager = lambda: SimpleNamespace(get_simultaneous=_workspace)
     _custom_ops.cp_gather_indexer_k_quant_cache = _gather
     _custom_ops.top_k_per_row_prefill = _prefill_topk
-
-
-def new_builder(drafts: int, flat: bool, room: int, budget: int) -> Any:
-    """vLLM's builder of metadata, for so many drafts, flattened or not, whose chunks have room for `room` keys."""
-    builder = object.__new__(indexer.DeepseekV32IndexerMetadataBuilder)
-    parts = dict(compilation=dict(cudagraph_mode=None), attention=dict(indexer_tp_shard_min_rows=2**20))
-    config = config_with(**parts, model=dict(max_model_len=LONGEST))
-    config.speculative_config = SimpleNamespace(enable_adaptive_verification=False)
-    names = "decode_lens per_req_decode_lens decode_seq_lens global_decode_seq_lens decode_indices expanded_seq_lens"
-    vars(builder).update({f"{name}_buffer": torch.zeros(TOKENS, dtype=torch.int32) for name in names.split()})
-    builder.expanded_block_table_buffer = torch.zeros(TOKENS, LONGEST // BLOCK, dtype=torch.int32)
-    builder.scheduler_metadata_buffer = torch.zeros(9, 2, dtype=torch.int32)
-    builder.arange_buffer = torch.arange(TOKENS, dtype=torch.int32)
-    builder.offsets_buffer = torch.arange(drafts + 1, dtype=torch.int32)
-    vars(builder).update(dcp_world_size=1, dcp_rank=0, pcp_world_size=1, use_pcp=False, cp_kv_cache_interleave_size=1)
-    vars(builder).update(compress_ratio=1, max_prefill_buffer_size=room, compressed_cp_interleave_size=1, tp_size=1)
-    vars(builder).update(num_speculative_tokens=drafts, decode_threshold=drafts + 1, vllm_config=config, num_sms=8)
-    vars(builder).update(use_flattening=flat, supports_varlen=False, device=torch.device("cpu"))
-    indexer.envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = Fraction(budget, 2**20)
-    indexer._supports_native_decode = lambda rows: rows in (1, 2, 4)
-    return builder
-
-
-def step_of(query_lens: Sequence[int], seq_lens: Sequence[int], table: Tensor) -> Any:
-    """vLLM's metadata of a step, before an indexer's. Requests of no tokens pad a CUDA graph."""
-    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    lengths = torch.tensor(seq_lens, dtype=torch.int32)
-    on_host = torch.tensor([0, *(n or max(query_lens) for n in query_lens)]).cumsum(0).int()
-    common = common_metadata(starts, on_host, lengths, table[: len(lengths)])
-    common.seq_lens_cpu_upper_bound, common.max_seq_len = lengths.clone(), max(seq_lens)
-    return common
 
 
 def _scores(queries: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
