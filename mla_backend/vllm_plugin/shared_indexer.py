@@ -165,8 +165,7 @@ class Shares:
     pays_in_graphs: bool = False
 
     def of_call(self, step: Any, in_graph: bool) -> list[Piece]:
-        """The pieces of a step; none where it is not shared. What vLLM gathered for prefill lies in memory that decode
-        writes, so prefill is first."""
+        """The pieces of a step; none where it is not shared."""
         if in_graph:  # of decode, as long as any step that replays it
             return [self.decode] if self.pays_in_graphs and self.decode and not self.prefill else []
         padded = step.decode is not None and step.decode.requires_padding

@@ -182,6 +182,15 @@ def test_they_share_where_they_can_unless_told_not_to(monkeypatch):
     refuse = lambda *asked, **given: plugin_config._sharing("SPARSE_MLA", config_of(*asked, **given), False)  # noqa: E731
     assert sharing.is_on(config_of()) and sharing.is_on(config_of(True)) and not sharing.is_on(config_of(False))
     assert sharing.is_on(config_of(True, ranks=16)) and not sharing.is_on(config_of(ranks=16))
+    said, logger = [], SimpleNamespace(info_once=lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(plugin_config.versions, "logger", lambda: logger)
+    for config in (config_of(), config_of(False)):
+        plugin_config._share(config)
+    assert (
+        len(said) == 1
+        and "among 2 GPUs in steps that get faster" in said[0]
+        and f'"{sharing.OPTION}": false' in said[0]
+    )
     for one in impossible:
         assert not any(sharing.is_on(config_of(asked, **one)) for asked in (None, True))
         assert "each GPU selects for all tokens" in refuse(True, **one) and refuse(**one) is None
