@@ -151,7 +151,7 @@ def run_rank(rank: int, options: argparse.Namespace, meeting: str) -> None:
     cases = [Case(one.spec, options.heads, options.topk, "fp8", options.gpus) for one in options.batches]
     cache = index.new_cache(max(BLOCK * sum(batch.blocks(BLOCK)) for batch in options.batches))
     with torch.inference_mode():
-        found = {"vllm": timing.version_of("vllm", "vllm")}
+        found = {"unshared": timing.version_of("vllm", "vllm")}
         status = kernels.measure_cases(options, "sharing", cases, partial(measure, cache=cache, group=group), found)
     leave()
     sys.exit(status)
