@@ -32,6 +32,9 @@ from mla_backend.vllm_plugin.replacements import by_name, instead_of, is_ours
 
 HEAD_WORDS = 32
 """Of 4 bytes, in a query's head of 128 e4m3 values."""
+REQUEST_ROWS = 4
+"""Tokens of a request that vLLM's kernel for decode takes together, at most. Shares are of whole requests, so they may
+be as much larger than a part of the tokens."""
 BLOCK = 1024
 """Words that a program of the two kernels moves."""
 
@@ -60,8 +63,8 @@ class Room:
 
     def __init__(self, group: Any, tokens: int, heads: int, topk: int, forced: bool = False):
         self.group, self.rank, self.ranks, self.forced = group, group.rank_in_group, group.world_size, forced
-        each = -(-tokens // self.ranks)
-        self.tokens = each * self.ranks
+        each = -(-tokens // self.ranks) + REQUEST_ROWS
+        self.tokens, self.decode_tokens = each * self.ranks, tokens
         new = partial(torch.empty, device=group.device)
         self.received = new(self.tokens, topk, dtype=torch.int32)
         self.queries = new(each, heads * HEAD_WORDS, dtype=torch.int32)
@@ -185,7 +188,7 @@ def add_shares_to_metadata_of(builder: type, room: Room) -> None:
         metadata = build_theirs(self, common_prefix_len, common_attn_metadata, fast_build)
         if metadata.prefill is not None and shares.pays:
             shares.prefill = prefill_pieces(self, metadata, room)
-        if metadata.decode is not None and metadata.num_decode_tokens <= room.tokens:
+        if metadata.decode is not None and (shares.pays or shares.pays_in_graphs):
             shares.decode = decode_piece(self, metadata, room)
             deal_decode(self, metadata, shares.decode, room)
         metadata.shares = shares
@@ -215,7 +218,8 @@ def add_shares_to_metadata_of(builder: type, room: Room) -> None:
 
 def weigh(builder: Any, common: Any, room: Room) -> dict[str, bool]:
     """Whether sharing pays in this step, by its lengths; and in a CUDA graph of so many tokens, which runs with any
-    lengths: as if contexts were half as long as the longest one that may be."""
+    lengths: as if contexts were half as long as the longest one that may be. A graph's step has always as many tokens,
+    with padding, so what was right when it was captured stays so."""
     lengths, counts = versions.lengths_on_host(common), common.query_start_loc_cpu.diff()
     if lengths is None:
         lengths = torch.full_like(counts, common.max_seq_len)
@@ -224,7 +228,7 @@ def weigh(builder: Any, common: Any, room: Room) -> dict[str, bool]:
     decode_tokens, prefill_tokens = int(counts[decodes].sum()), int(counts[~decodes].sum())
     now = float(keys[decodes].sum()) / ratio, float(keys[~decodes].sum()) / ratio, tokens, prefill_tokens
     in_graph = tokens * builder.vllm_config.model_config.max_model_len / 2 / ratio, 0.0, tokens, 0
-    can, forced = decode_tokens <= room.tokens, room.forced
+    can, forced = decode_tokens <= room.decode_tokens, room.forced
     both = {"pays": now, "pays_in_graphs": in_graph}
     return {name: can and (forced or sharing.pays(*given, room.ranks)) for name, given in both.items()}
 

@@ -20,7 +20,7 @@ STEPS = {
     "one request": [([1], [300])],
     "padded for a graph": [([1] * 3 + [0], [300, 17, 20, 0])],
     "one draft": [([2] * 3, [300, 40, 150])],
-    "three drafts": [([4] * 3, [300, 4, 150])],
+    "three drafts": [([4] * 3, [300, 4, 150]), ([4] * 5, [300, 4, 150, 7, 70])],
     "two drafts, flattened": [([3] * 3, [300, 40, 150]), ([1, 3, 2], [40, 300, 2])],
     "prompts": [([60, 1, 40], [60, 1, 40]), ([100], [100])],
     "chunks after prefixes": [([90, 20], [300, 270])],
@@ -72,7 +72,7 @@ def select_in_shares(rank: int, meeting: str, own: bool, on_gpus: bool) -> None:
     torch.manual_seed(0)
     device, longest, exchanges, exchange = group.device, 320 * scale, [], shared_indexer.Room.exchange
     text = SimpleNamespace(index_n_heads=heads, index_topk=topk)
-    config = config_with(model=dict(hf_text_config=text), scheduler=dict(max_num_batched_tokens=37))
+    config = config_with(model=dict(hf_text_config=text), scheduler=dict(max_num_batched_tokens=20))
     config.additional_config = {sharing.OPTION: True}
     selection.is_on = lambda config: own
     function = gpu_indexer.in_place_of(layer.sparse_attn_indexer) if own else layer.sparse_attn_indexer
