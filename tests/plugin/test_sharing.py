@@ -79,6 +79,7 @@ def select_in_shares(rank: int, meeting: str, own: bool, on_gpus: bool) -> None:
     shared_indexer.install(config)
     shared = [model.sparse_attn_indexer] if own else [model.sparse_attn_indexer, torch.ops.vllm.sparse_attn_indexer]
     shared_indexer.Room.exchange = lambda *given: exchanges.append(given) or exchange(*given)
+    sizes = 128, "ue8m0", topk, 128, longest, 7 * longest
     indexer.envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB = Fraction(40 * longest * 4, 2**20)
     for name, steps in STEPS.items():
         builder = new_builder(indexer.DeepseekV32IndexerMetadataBuilder, 256, longest, DRAFTS.get(name, 0), device)
@@ -95,22 +96,8 @@ def select_in_shares(rank: int, meeting: str, own: bool, on_gpus: bool) -> None:
                 builder.update_draft_decode_metadata(batch)
             mode = CUDAGraphMode.FULL if "graph" in name else CUDAGraphMode.NONE
             context = SimpleNamespace(attn_metadata={LAYER: batch}, cudagraph_runtime_mode=mode)
-            q, later = problem.queries, [True, False, False, ""]
-            given = (
-                q,
-                LAYER,
-                problem.cache,
-                q,
-                None,
-                None,
-                problem.weights,
-                128,
-                "ue8m0",
-                topk,
-                128,
-                longest,
-                7 * longest,
-            )
+            q, later = problem.queries, (True, False, False, "")
+            given = q, LAYER, problem.cache, q, None, None, problem.weights, *sizes
             want = torch.full((tokens + 2, topk), 7, dtype=torch.int32, device=device)
             with override_forward_context(context):
                 function(*given, want, *later)
@@ -120,15 +107,19 @@ def select_in_shares(rank: int, meeting: str, own: bool, on_gpus: bool) -> None:
                     assert len(exchanges) - before >= (3 if "chunks" in name else 1), f"{name}: not shared"
                     assert same(got, want), f"{name}: {(got != want).any(1).nonzero().flatten().tolist()}"
                     assert context.attn_metadata == {LAYER: batch}
-                if on_gpus and "graph" in name:
+                if on_gpus and name in ("decode", "padded for a graph"):
+                    context.cudagraph_runtime_mode = CUDAGraphMode.FULL
                     torch.cuda.synchronize()
                     with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+                        if name == "decode":
+                            builder.update_draft_decode_metadata(batch)
                         shared[0](*given, got, *later)
-                    step.seq_lens.sub_(torch.tensor([100, 0, 7, 0], device=device))
-                    context.attn_metadata[LAYER] = builder.build(0, step)
-                    function(*given, want, *later)
+                    step.seq_lens.sub_(torch.tensor([100, 0, 7, 0, 0][: len(seq_lens)], device=device))
+                    if name != "decode":
+                        context.attn_metadata[LAYER] = builder.build(0, step)
                     graph.replay()
-                    assert same(got, want), "a graph does not follow the next step"
+                    function(*given, want, *later)
+                    assert same(got, want), f"{name}: a graph does not follow the next step"
     leave() if on_gpus else torch.distributed.destroy_process_group()
 
 
