@@ -309,10 +309,9 @@ def shared(function: Callable[..., Any], room: Room) -> Callable[..., Any]:
     def select(*args: Any, **kwargs: Any) -> Any:
         given, context = arguments(*args, **kwargs), get_forward_context()
         steps, name = context.attn_metadata, _resolve_layer_name(given["k_cache_prefix"])
-        pieces = []
-        if isinstance(steps, dict) and room.fits(given["q_quant"], given["topk_tokens"]):
-            in_graph = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
-            pieces = steps[name].shares.of_call(steps[name], in_graph)
+        shares, pieces = getattr(steps[name], "shares", None) if isinstance(steps, dict) else None, []
+        if shares is not None and room.fits(given["q_quant"], given["topk_tokens"]):
+            pieces = shares.of_call(steps[name], context.cudagraph_runtime_mode == CUDAGraphMode.FULL)
         dense = _resolve_layer_name(given["dense_mha_metadata_layer_name"])
         if not pieces or gpu_indexer.is_dense(context, dense):
             return function(**given)
