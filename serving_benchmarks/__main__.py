@@ -16,6 +16,7 @@ COMMANDS = {
     "dense": ("ops.dense", "dense decode from page tables on a GPU, versus FlashMLA and FlashAttention 3"),
     "backward": ("ops.backward", "the backward of sparse attention on a GPU, versus cuDNN"),
     "ops index": ("ops.index", "the indexer's scores and top-k on a GPU, versus vLLM's DeepGEMM and top-k"),
+    "ops sharing": ("ops.sharing", "the indexer's selection shared by several GPUs, versus each selecting for all"),
     "ops tune": ("ops.tune", "times launches of every size on a GPU, and fits the cost model to them"),
     "throughput": ("run.throughput", "whole models offline: all requests are there at the start"),
     "serve": ("run.serve", "whole models behind a server, over request rates or numbers of clients"),

@@ -7,7 +7,7 @@ import torch
 
 from mla_backend import tried_versions
 from mla_backend.arguments import dtype_name
-from mla_backend.vllm_plugin import products, replacements, selection, versions
+from mla_backend.vllm_plugin import products, replacements, selection, sharing, versions
 from mla_backend.vllm_plugin.models import SERVED, V41, has_v4_attention, is_draft, is_served, v4_family, why_not
 from mla_backend.vllm_plugin.selection import WORKERS
 from mla_backend.vllm_plugin.staging import OPTION, asked_rows
@@ -85,9 +85,26 @@ def settle(vllm_config: "VllmConfig") -> None:
             versions.logger().info_once(told, name, selection.why_by_default(), selection.OPTION)
         vllm_config.parallel_config.worker_cls = WORKERS[1]
         selection.split_graphs(vllm_config.compilation_config)
+    if (
+        name == versions.SPARSE
+        and not current_platform.is_cpu()
+        and vllm_config.parallel_config.tensor_parallel_size > 1
+    ):
+        _share(vllm_config)
     if speculative is not None and speculative.method == "mtp" and speculative.attention_backend is None:
         # the draft's layers are of the same kind, but vLLM would pick another backend for them
         speculative.attention_backend = vllm_config.attention_config.backend
+
+
+def _share(vllm_config: "VllmConfig") -> None:
+    if sharing.asked(vllm_config) is not False:
+        replacements.warn([replacements.SHARE])
+    if sharing.is_on(vllm_config):
+        told = "%s shares selection among %d GPUs%s. --additional-config '{\"%s\": false}' turns it off."
+        where = "" if sharing.asked(vllm_config) else " in steps that get faster by it"
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        versions.logger().info_once(told, versions.SPARSE, ranks, where, sharing.OPTION)
+        vllm_config.parallel_config.worker_cls = WORKERS[1]
 
 
 def _optional(name: str, model_config: "ModelConfig", platform: Any) -> list[replacements.Replacement]:
@@ -197,6 +214,7 @@ def _features(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
         or _staging(vllm_config)
         or products.why_not(vllm_config, _has_fp8_rows(vllm_config))
         or _selection(name, vllm_config, on_cpu)
+        or _sharing(name, vllm_config, on_cpu)
     )
 
 
@@ -266,15 +284,23 @@ def _staging(vllm_config: "VllmConfig") -> str | None:
 
 
 def _selection(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
-    asked, option = selection.asked(vllm_config), f"{selection.OPTION} in --additional-config"
+    return _switch(selection, name, vllm_config, on_cpu, "vLLM's own indexer selects")
+
+
+def _sharing(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
+    return _switch(sharing, name, vllm_config, on_cpu, "each GPU selects for all tokens")
+
+
+def _switch(subject: Any, name: str, vllm_config: "VllmConfig", on_cpu: bool, otherwise: str) -> str | None:
+    asked, option = subject.asked(vllm_config), f"{subject.OPTION} in --additional-config"
     if asked is None:
         return None
     if not isinstance(asked, bool):
         return f"{option} must be true or false; got {asked!r}."
     if name == versions.DENSE or on_cpu:
         return f"{option} is for sparse attention on a GPU. Leave it out."
-    reason = selection.why_not(vllm_config) if asked else None
-    return reason and f"{option} {reason}. Or leave it out, and vLLM's own indexer selects."
+    reason = subject.why_not(vllm_config) if asked else None
+    return reason and f"{option} {reason}. Or leave it out, and {otherwise}."
 
 
 def _sleep(vllm_config: "VllmConfig") -> str | None:

@@ -5,6 +5,7 @@ with vLLM's own metadata, into buffers that stay where they are: CUDA graphs rea
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,19 +26,21 @@ from mla_backend.vllm_plugin.replacements import by_name, instead_of
 from mla_backend.vllm_plugin.selection import OP, seen_by_tokens, select_into
 
 
-def install() -> None:
-    """Makes vLLM's models use this indexer. Each process that builds a model calls it, some more than once."""
+def install(share: Callable[..., Any] | None = None) -> None:
+    """Makes vLLM's models use this indexer, each function as `share` returns it. Each process that builds a model calls
+    it, some more than once."""
     if "SparseAttnIndexer" in op_registry_oot:
         return
     direct_register_custom_op(
         op_name=OP.partition("::")[2],
-        op_func=select,
+        op_func=share(select) if share else select,
         mutates_args=["topk_indices_buffer"],
         fake_impl=lambda *args: None,
     )
     indexer.SparseAttnIndexer.register_oot(name="SparseAttnIndexer")(GpuIndexer)
     indexer.has_deep_gemm = lambda: True  # vLLM's class refuses to be made without it
-    deepseek_v32.sparse_attn_indexer = in_place_of(deepseek_v32.sparse_attn_indexer)  # called by its name there
+    ours = in_place_of(deepseek_v32.sparse_attn_indexer)
+    deepseek_v32.sparse_attn_indexer = share(ours) if share else ours  # called by its name there
     add_tokens_to_metadata_of(DeepseekV32IndexerMetadataBuilder)
 
 
@@ -94,15 +97,19 @@ def select(
         return
     batch = batches[_resolve_layer_name(k_cache_prefix)]
     if k is not None:
-        slots = batch.slot_mapping
-        _custom_ops.indexer_k_quant_and_cache(k[: len(slots)], kv_cache, slots, quant_block_size, scale_fmt)
-    if _is_dense(context, _resolve_layer_name(dense_mha_metadata_layer_name)):
+        insert(k, kv_cache, batch.slot_mapping, quant_block_size, scale_fmt)
+    if is_dense(context, _resolve_layer_name(dense_mha_metadata_layer_name)):
         return
     what = q_quant, weights, kv_cache, batch.block_table, batch.requests, batch.lengths
     select_into(topk_indices_buffer, len(hidden_states), topk_tokens, *what, workspace=workspace)
 
 
-def _is_dense(context: Any, layer: str) -> bool:
+def insert(keys: Tensor, cache: Tensor, slots: Tensor, quant_block_size: int, scale_fmt: str | None) -> None:
+    """Writes keys. A graph's padding has no slots."""
+    _custom_ops.indexer_k_quant_and_cache(keys[: len(slots)], cache, slots, quant_block_size, scale_fmt)
+
+
+def is_dense(context: Any, layer: str) -> bool:
     """Whether no token of a step attends to what is selected, by vLLM's own rule."""
     if not layer or context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
         return False

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from mla_backend.vllm_plugin import selection
+from mla_backend.vllm_plugin import selection, sharing
 from mla_backend.vllm_plugin.models import V41, v4_family
 
 
@@ -18,7 +18,11 @@ class SparseMLAWorker(Worker):
             from mla_backend.vllm_plugin import deepseek_v4
 
             deepseek_v4.install()
-        if selection.is_on(self.vllm_config):
+        if sharing.is_on(self.vllm_config):
+            from mla_backend.vllm_plugin import shared_indexer
+
+            shared_indexer.install(self.vllm_config)
+        elif selection.is_on(self.vllm_config):
             from mla_backend.vllm_plugin import gpu_indexer
 
             gpu_indexer.install()

@@ -13,6 +13,7 @@ from mla_backend import signatures, tried_versions
 
 V4_MODEL, V41_MODEL = (f"vllm.models.deepseek_{name}.nvidia.model" for name in ("v4", "v41"))
 V32_ATTENTION = "vllm.models.deepseek_v32.attention"
+INDEXER_BUILDER = "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder"
 FUSED_Q = (
     *("positions", "q_pe", "q_pe_cos_sin_cache", "index_q", "index_q_cos_sin_cache", "ql_nope", "q_scale"),
     *("index_weights", "index_weights_softmax_scale", "index_weights_head_scale"),
@@ -75,29 +76,39 @@ CPU_INDEXER = Replacement(
     "SPARSE_MLA refuses to run on a CPU",
     on="a CPU",
 )
+_INDEXER = {
+    f"{V32_ATTENTION}:sparse_attn_indexer": (
+        *("hidden_states", "k_cache_prefix", "kv_cache", "q_quant", "q_scale", "k", "weights", "quant_block_size"),
+        *("scale_fmt", "topk_tokens", "head_dim", "max_model_len", "total_seq_lens", "topk_indices_buffer"),
+        *("skip_k_cache_insert", "use_pcp", "pcp_shard_decode_requests", "dense_mha_metadata_layer_name"),
+        *("use_fp4_cache", "dcp_rank", "dcp_world_size", "cp_kv_cache_interleave_size", "skip_topk_buffer_clear"),
+        *("candidate_blocks", "candidate_block_size", "candidate_write", "topk_backend"),
+    ),
+    f"{INDEXER_BUILDER}.build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
+    f"{INDEXER_BUILDER}.update_draft_decode_metadata": ("metadata",),
+}
 SELECT = Replacement(
     "select_tokens",
-    {
-        f"{V32_ATTENTION}:sparse_attn_indexer": (
-            *("hidden_states", "k_cache_prefix", "kv_cache", "q_quant", "q_scale", "k", "weights", "quant_block_size"),
-            *("scale_fmt", "topk_tokens", "head_dim", "max_model_len", "total_seq_lens", "topk_indices_buffer"),
-            *("skip_k_cache_insert", "use_pcp", "pcp_shard_decode_requests", "dense_mha_metadata_layer_name"),
-            *("use_fp4_cache", "dcp_rank", "dcp_world_size", "cp_kv_cache_interleave_size", "skip_topk_buffer_clear"),
-            *("candidate_blocks", "candidate_block_size", "candidate_write", "topk_backend"),
-        ),
+    _INDEXER
+    | {
         "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer.forward_cuda": (
             *("hidden_states", "q_quant", "k", "weights"),
-        ),
-        "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder.build": (
-            *("common_prefix_len", "common_attn_metadata", "fast_build"),
-        ),
-        "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder.update_draft_decode_metadata": (
-            "metadata",
         ),
     },
     "mla_selection is refused; DeepGEMM's scores and vLLM's top-k select",
 )
-ALL = (CONFIG, ROTATE, SPLIT, V4, V41, SELECT, CPU_INDEXER)
+SHARE = Replacement(
+    "shared selection",
+    _INDEXER
+    | {
+        f"{INDEXER_BUILDER}._split_indexer_prefill_chunks": (
+            *("compressed_seq_lens_cpu", "prefill_query_lens_cpu", "workspace_size", "max_logits_bytes"),
+            "request_offset",
+        ),
+    },
+    "each tensor-parallel GPU selects for all tokens",
+)
+ALL = (CONFIG, ROTATE, SPLIT, V4, V41, SELECT, SHARE, CPU_INDEXER)
 
 
 def why_not(replacement: Replacement) -> str | None:

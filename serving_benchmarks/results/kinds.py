@@ -138,6 +138,7 @@ _KINDS = (
     Kind("dense", "Dense decode on a GPU", has(PLANNED, case=has(CASE, batch=str)), {"dense": tables.dense}),
     Kind("backward", "The backward of sparse attention on a GPU", _BACKWARD, {"backward": tables.backward}),
     Kind("index", "The indexer on a GPU", _INDEX, {"index": tables.dense}),
+    Kind("sharing", "The indexer's selection on several GPUs", _INDEX, {"sharing": tables.dense}),
     Kind("throughput", "Offline throughput", _THROUGHPUT, _OFFLINE_TABLES, _runs_timed, FAILED_RUN),
     Kind("serve", "Serving", SERVE, _SERVE_TABLES, _runs_timed, FAILED_RUN),
     Kind("checkpoint", "A checkpoint's answers", _CHECKPOINT, {"checkpoint": tables.checkpoint}, None, FAILED_WAY),

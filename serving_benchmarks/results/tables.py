@@ -55,6 +55,7 @@ NAMES: dict[str, Callable[[Entry], str]] = {
     "dense": "{case[batch]} h{case[heads]} {case[format]}".format_map,
     "backward": "h{case[heads]} {case[rows]} {case[lists]}".format_map,
     "index": "{case[batch]}, {case[heads]} heads, {case[format]} keys".format_map,
+    "sharing": "{case[batch]}, {case[heads]} heads, {case[gpus]} GPUs".format_map,
     **dict.fromkeys(("throughput", "serve"), runs.name_of),
     "checkpoint": "{way}".format_map,
 }

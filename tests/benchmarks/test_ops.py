@@ -70,7 +70,8 @@ def test_a_check_finds_wrong_results(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    "command", [*"kernels --suite headline,rows,dense,backward,ops index,ops tune --output x.csv,ops tune".split(",")]
+    "command",
+    [*"kernels --suite headline,rows,dense,backward,ops index,ops sharing,ops tune --output x.csv,ops tune".split(",")],
 )
 def test_without_a_gpu_one_line_says_so(command, capsys):
     assert main(command.split()) == 2

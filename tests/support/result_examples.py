@@ -72,12 +72,12 @@ def serve(backends=BACKENDS, rates=(1.0, None)) -> dict[str, Any]:
     return report
 
 
-def index() -> dict[str, Any]:
-    """A file of `ops index`, of which none is committed."""
+def index(kind: str = "index") -> dict[str, Any]:
+    """A file of `ops index` or `ops sharing`, of which none is committed."""
     seconds = {"fastest": 1e-5, "median": 1.1e-5, "lower_quartile": 1.05e-5, "upper_quartile": 1.2e-5, "rounds": 21}
     entry = {"bytes": 1e7, "useful_flops": 1e9, "seconds": {"ours": seconds}, "best_peer": None, "speed_up": None}
-    cases = [{"batch": "64q1s4k", "heads": heads, "format": "fp8"} for heads in (32, 64)]
-    return _report("index", [{"case": case, **entry} for case in cases])
+    cases = [{"batch": "64q1s4k", "heads": heads, "format": "fp8", "gpus": 2} for heads in (32, 64)]
+    return _report(kind, [{"case": case, **entry} for case in cases])
 
 
 def failed(entry: dict[str, Any], why: str) -> dict[str, Any]:
@@ -98,6 +98,6 @@ def every_kind() -> dict[str, dict[str, Any]]:
     """One file of each kind."""
     found = {kind: json.loads(path(kind).read_text()) for kind in COMMITTED}
     found |= {kind: of_kernels(kind) for kind in ("dense", "backward")}
-    found |= {"throughput": throughput(), "serve": serve(), "index": index()}
+    found |= {"throughput": throughput(), "serve": serve(), "index": index(), "sharing": index("sharing")}
     found["throughput"]["results"][0]["profile"] = {"steps": 8, **kernel_times.table([("gemm", 8, 800.0)])}
     return found
