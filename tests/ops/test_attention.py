@@ -169,12 +169,12 @@ def test_rows_of_unlike_size_in_one_tile(cpu_kernel, fmt):
     problem.check()
 
 
-def check_spread(problem, device):
+def check_spread(problem, device, larger_scores=4.0):
     """With scores up to 4, whatever the sizes of queries and rows."""
     slots = torch.arange(problem.cache.shape[0] * problem.cache.shape[1])
     rows = reference.cache_rows(problem.cache, slots, scale=problem.cache_scale)[0].double()
     problem.scale = 4 / float((problem.q.double() @ rows.T).abs().max())
-    problem.check(float(rows[:, :512].abs().max()) / 4, device)
+    problem.check(float(rows[:, :512].abs().max()) / 4, device, larger_scores=larger_scores)
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
@@ -190,7 +190,7 @@ def test_one_huge_value_in_rows_and_in_queries(device, cpu_kernel, fmt, products
     kv_c, k_pe = torch.randn(60, rows.latent), torch.randn(60, rows.rope)
     kv_c[:, 7], problem.q[..., 300] = 2000, problem.q[..., 300] * 2**10
     reference.cache_write(kv_c / 10, k_pe / 10, problem.cache, torch.arange(60), scale=problem.cache_scale)
-    check_spread(problem, device)
+    check_spread(problem, device, larger_scores=8.0)  # a small query that meets the huge value may be off by 2^-8
 
 
 @pytest.mark.parametrize("fmt", QUANTISED)

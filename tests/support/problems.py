@@ -86,11 +86,11 @@ class SparseProblem(Arguments):
     def oracle(self) -> tuple[Tensor, Tensor, Tensor]:
         return reference.sparse_attention(**vars(self))
 
-    def check(self, magnitude: float = MAGNITUDE, device: str = "cpu", **options) -> None:
+    def check(self, magnitude: float = MAGNITUDE, device: str = "cpu", larger_scores: float = 1.0, **options) -> None:
         """On a GPU with and without max logits, which other kernels find: other results are the same, bit for bit."""
         there = self.to(device)
         got = there.solve(**options)
-        self.hold(got, magnitude)
+        self.hold(got, magnitude, larger_scores)
         if device == "cuda":
             without = there.solve(**options, return_max_logits=False)
             assert all(torch.equal(a, b) for a, b in zip(got, without, strict=False))

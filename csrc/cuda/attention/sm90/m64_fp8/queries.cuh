@@ -28,11 +28,12 @@ struct RoundedQueries {
                                             head * p.q_rope_strides.head)[lane];
   }
 
+  // q_scale is positive, so that a score of -inf keeps its meaning: queries take the sign of `scale`.
   template <typename Rows>
   __device__ void store(float scale, Rows (&q)[kGroups], Rows& q_rope, float2 (&heads)[2][kHeads], int row,
                         int lane) const {
     const HeadPower<kRopeToo> power(latent, rope);
-    const float factor = power.factor();
+    const float factor = copysignf(power.factor(), scale), q_scale = power.q_scale(fabsf(scale));
     const uint32_t pair = pack_bf16(factor, factor);
 #pragma unroll
     for (int j = 0; j < 2; ++j) store_bytes(q[lane / 16 + 2 * j], row, lane % 16, latent[j], pair);
@@ -42,7 +43,8 @@ struct RoundedQueries {
       else
         store_piece(q_rope.address(row, lane), times<Number::bf16>(rope, pair));
     }
-    if (lane < 2) heads[lane][row].x = power.q_scale(scale);
+    constexpr float kLeast = 0x1p-126f;  // scores are as good as 0 then
+    if (lane < 2) heads[lane][row].x = q_scale < kLeast ? kLeast : q_scale;
   }
 
  private:
