@@ -75,7 +75,8 @@ __device__ __forceinline__ bool sync_named_or(int barrier, bool vote) {
   return any != 0;
 }
 
-// fence.proxy.async: makes stores to shared memory visible to wgmma. It covers stores of this thread and of threads
+// fence.proxy.async: makes stores to shared memory visible to wgmma, and orders them before bulk copies to the same
+// place. It covers stores of this thread and of threads
 // whose arrival it has waited for, and wgmmas of this thread and of threads that wait for it. It also waits for the
 // thread's own loads, so a thread with loads in flight leaves it to those who wait for it.
 __device__ __forceinline__ void fence_async_shared() {

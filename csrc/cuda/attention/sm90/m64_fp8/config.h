@@ -17,7 +17,9 @@ constexpr int kProducerWarps = 4;
 constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, per producer warp
 constexpr int kStages = 4;
-constexpr int kKept = 4;  // tiles
+// Tiles whose changes of shifts are kept: one warpgroup decides those of tile i + 2 while the other may still have to
+// apply those of tile i.
+constexpr int kKept = 4;
 
 // Registers per thread at launch; setmaxnreg redistributes them.
 constexpr int kRegisters = 168;
@@ -52,7 +54,8 @@ struct Shared {
   // Of the last kKept tiles: whether shifts have changed, and what that makes of the accumulators.
   uint32_t raised[kKept];
   alignas(8) float rescale[kKept][kHeads];
-  alignas(8) float of_warp[kConsumerGroups][4][kHeads];  // its largest scores; at a token's end, its total
+  // A warp's largest scores, with lifts; at a token's end its max logits, then its total.
+  alignas(8) float of_warp[kConsumerGroups][4][kHeads];
   // At a token's end.
   alignas(8) float shift[kConsumerGroups][kHeads];
   float factor[kHeads];

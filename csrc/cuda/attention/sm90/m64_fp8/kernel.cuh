@@ -1,18 +1,18 @@
 // Sparse attention for 33 heads and more, and up to 2048 slots, with FP8 rows on Hopper, where both products are e4m3
 // times e4m3. Queries and weights are rounded to e4m3; cached rows are multiplied as they are, and are never converted.
 //
-//   scores  S^T [64 tokens x 64 heads] = K [64 x 512] Q^T, rope in bf16
+//   scores  S^T [64 tokens x 64 heads] = K [64 x 576] Q^T; rope is bf16 in fp8_ds_mla rows
 //   values  O^T [512 dims x 64 heads] += V^T [512 x 64] P^T
 //
 // Rows lie in shared memory as in the cache, brought there by one bulk copy each. Both products take them from there
 // through registers, as operand A: K by ldmatrix, V^T by ldmatrix that transposes pairs of bytes, which prmt sorts. So
 // they need no swizzle, and a token's scales are a lane's own.
 //
-// Two consumer warpgroups score every other tile each, and add the values of all tiles for 256 dims each. A tile's
-// shifts (of its heads' weights) depend on those of the tile before, its P does not: shifts are decided as soon as
-// scores are there, and both warpgroups find weights at once. Four warps load rows.
+// Two consumer warpgroups score every other tile each, and add the values of all tiles for 256 dims each. The shifts of
+// a tile's weights depend on those of the tile before, but not on its P: they are decided as soon as scores are there,
+// and both warpgroups find P at once. Four warps load rows.
 //
-//   load      | rows of i + 4 ...
+//   load      | rows of i + 2 ...
 //   group 0   | values i - 2 | scores i | shifts i | values i - 1 | P of i | values i ...
 //   group 1   | P of i - 1 | values i - 1 | scores i + 1 | shifts i + 1 | values i | P of i + 1 ...
 //
@@ -77,10 +77,10 @@ struct Consumer {
     return s.stages[stage].address() + (16 * warp + lane % 16) * Memory::kPitch + lane / 16 * kPieceBytes;
   }
 
-  // Loads 128 bytes of the warp's rows as operand A of four products.
-  __device__ static void load_keys(Operands& keys, uint32_t rows) {
+  // Loads 32 * steps bytes of the warp's rows.
+  __device__ static void load_keys(Operands& keys, uint32_t rows, int steps = 4) {
 #pragma unroll
-    for (int step = 0; step < 4; ++step) load_tiles(keys[step], rows + 32 * step);
+    for (int step = 0; step < steps; ++step) load_tiles(keys[step], rows + 32 * step);
   }
 
   template <typename Multiply>
@@ -89,7 +89,9 @@ struct Consumer {
     for (int step = 0; step < steps; ++step) wgmma<Multiply>(acc, keys[step], q + ((32 * step) >> 4), add || step > 0);
   }
 
+  // Of a group's queries in descriptors; rope's follow those of the groups.
   __device__ static constexpr uint64_t q_offset(int group) { return (group * kHeads * kRowBytes) >> 4; }
+  static_assert(offsetof(Memory, q_rope) == sizeof(Memory::q));
 
   // The first keys: those of rope if groups have scales.
   __device__ void load_first_keys(Operands& keys, int stage) const {
@@ -116,27 +118,28 @@ struct Consumer {
       fence_acc(score);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        float part[kScores];
+        float products[kScores];
         load_keys(keys, rows + g * kRowBytes);
         cute::warpgroup_arrive();
-        multiply_keys<Atom>(part, keys, q + q_offset(g), 4, false);
+        multiply_keys<Atom>(products, keys, q + q_offset(g), 4, false);
         cute::warpgroup_commit_batch();
         float scale[2] = {scales<float>(stage, 0, g), scales<float>(stage, 1, g)};
         cute::warpgroup_fence_operand(scale[0]), cute::warpgroup_fence_operand(scale[1]);  // loaded here
         cute::warpgroup_wait<0>();
-        fence_acc(part);
+        fence_acc(products);
 #pragma unroll
-        for (int i = 0; i < kScores; ++i) score[i] = fmaf(part[i], scale[i / 2 % 2], score[i]);
-        fence_acc(score);  // or this is put off, and parts pile up
+        for (int i = 0; i < kScores; ++i) score[i] = fmaf(products[i], scale[i / 2 % 2], score[i]);
+        fence_acc(score);  // or this is put off, until registers run out
       }
     } else {
       Operands next;
 #pragma unroll
       for (int g = 1; g <= kGroups; ++g) {  // the last is rope
         Operands& own = g % 2 ? next : keys;
-        load_keys(own, rows + g * kRowBytes);
+        const int steps = g < kGroups ? 4 : 2;
+        load_keys(own, rows + g * kRowBytes, steps);
         cute::warpgroup_arrive();
-        multiply_keys<Atom>(score, own, q + q_offset(g), g < kGroups ? 4 : 2, true);
+        multiply_keys<Atom>(score, own, q + q_offset(g), steps, true);
         cute::warpgroup_commit_batch();
         if (g < kGroups)
           cute::warpgroup_wait<1>();
@@ -188,7 +191,9 @@ struct Consumer {
   // What is to be known of the lane's two tokens before their scores.
   struct Tokens {
     bool valid[2], all_valid;
-    float lift[2] = {};  // what a weight's scales add to its logarithm: the power of two above the largest
+    // What a weight's scales add to its logarithm: that of the power of two above the largest. Not less than -100, so
+    // that weights stay finite.
+    float lift[2] = {};
 
     __device__ Tokens(const Consumer& c, int stage) {
       uint32_t flags[2];
@@ -198,7 +203,7 @@ struct Consumer {
         if constexpr (kScaled) {
           const float4 own = c.scales(stage, half);
           const float most = fmaxf(fmaxf(fabsf(own.x), fabsf(own.y)), fmaxf(fabsf(own.z), fabsf(own.w)));
-          lift[half] = static_cast<float>(power_above(fmaxf(most, 0x1p-60f)));  // not less, so that P stays finite
+          lift[half] = static_cast<float>(max(static_cast<int>(__float_as_uint(most) >> 23) - 126, -100));
         }
       }
       valid[0] = flags[0] != 0, valid[1] = flags[1] != 0;
@@ -246,8 +251,8 @@ struct Consumer {
 
   // A tile's weights, rounded to e4m3: words of tokens lane / 4 and that plus 8, for both heads of a pair. Without
   // scales all groups have the same.
-  static constexpr int kVersions = kScaled ? kGroups : 1;
-  using Words = uint32_t[kVersions][kPairs];
+  static constexpr int kWeights = kScaled ? kGroups : 1;  // of a token and head
+  using Words = uint32_t[kWeights][kPairs];
 
   __device__ void find_weights(const float (&score)[kScores], Words& words, int stage, uint32_t version) {
     float4 scale[2] = {};
@@ -262,7 +267,7 @@ struct Consumer {
                       weight[1][half] = exp2_approximate(fmaf(score[4 * j + 2 * half + 1], own.z, own.w));
                     }
 #pragma unroll
-                    for (int g = 0; g < kVersions; ++g) {
+                    for (int g = 0; g < kWeights; ++g) {
                       const auto both = [&](int head) -> uint32_t {
                         if constexpr (!kScaled) return to_e4m3x2(weight[head][0], weight[head][1]);
                         return to_e4m3x2(weight[head][0] * of_group(scale[0], g),
@@ -288,17 +293,16 @@ struct Consumer {
   }
 
   // The largest score so far, with its lift, becomes the row max of each head. Its shift brings such a weight to
-  // 2^kTop.
+  // 2^kTop, or less where scores are so large that fp32 rounds them.
   __device__ void raise_row_max(const float (&score)[kScores], const float (&lift)[2], uint32_t version, uint32_t tile,
                                 bool first) {
-    const float2 own = over_tokens(
+    *reinterpret_cast<float2*>(&s.of_warp[group][warp][own_pair()]) = over_tokens(
         [&](int j) -> float2 {
           const float4 own = heads(version, j);
           return {fmaxf(fmaf(score[4 * j], own.x, lift[0]), fmaf(score[4 * j + 2], own.x, lift[1])),
                   fmaxf(fmaf(score[4 * j + 1], own.z, lift[0]), fmaf(score[4 * j + 3], own.z, lift[1]))};
         },
         larger);
-    *reinterpret_cast<float2*>(&s.of_warp[group][warp][own_pair()]) = own;
     sync_named<128>(kGroupBarrier + group);
     if (lane < 16) {
       const int head = 16 * warp + lane;
@@ -306,7 +310,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) top = fmaxf(top, s.of_warp[group][i][head]);
       const auto [q_scale, before] = s.heads[version][head];
-      const float after = first ? kTop - top : fminf(before, kTop - top);
+      const float own = kTop - top - fabsf(top) * 0x1p-22f, after = first ? own : fminf(before, own);
       s.heads[version ^ 1][head] = {q_scale, after};
       s.rescale[tile % kKept][head] = exp2_approximate(after - before);
     }
@@ -320,7 +324,7 @@ struct Consumer {
     // a row is a head; a warp's tokens are a piece
     const uint32_t own = s.probs[0].address() + lane * kRowBytes + offset_in_row(lane % 8, warp);
 #pragma unroll
-    for (int g = 0; g < kVersions; ++g)
+    for (int g = 0; g < kWeights; ++g)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         store_tiles_transposed(
@@ -456,8 +460,9 @@ struct Consumer {
         for (int i = 0; i < kScores; ++i) out[b][i] = 0.0f;
       if (begin < end) store_queries(queries, token);
       tile += tile % 2 != group;
-      Values values;  // a tile's, loaded before they can be added
-      if (tile < end) {
+      const bool scores_any = tile < end;
+      Values values;  // of a tile, loaded before they can be added: nothing reads a tile's stage after that
+      if (scores_any) {
         float score[kScores];
         Operands keys;
         Words words;
@@ -495,7 +500,7 @@ struct Consumer {
         load_values(values, tile);
         publish(words, tile);
       }
-      if (begin + (begin % 2 != group) < end) add_loaded_values(values, tile - 2);
+      if (scores_any) add_loaded_values(values, tile - 2);  // of its last tile
       if (begin < end && (end - 1) % 2 != group) add_values(end - 1);
       tile = end;
       load_half(queries, token + 1, 0, token + 1 < cta.token_end);
@@ -609,7 +614,7 @@ struct Producer {
       for (uint32_t missing = rows ^ kAllRows; missing; missing &= missing - 1)
         for (int at = lane * kPieceBytes; at < kBytes; at += 32 * kPieceBytes)
           *reinterpret_cast<uint4*>(&to[first + __ffs(static_cast<int>(missing)) - 1][at]) = {};
-      fence_async_shared();  // later copies come to the same place
+      fence_async_shared();  // bulk copies will come to the same rows
     }
     __syncwarp();
     if (lane < kWarpArrivals) {
@@ -636,6 +641,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     }
     s.decided.init(4 * kWarpArrivals), s.probs_full.init(4 * kWarpArrivals),
         s.probs_empty.init(kConsumerWarps * kWarpArrivals);
+    cutlass::arch::fence_barrier_init();
     s.version = 0, s.touched = touch(p);
   }
   __syncthreads();

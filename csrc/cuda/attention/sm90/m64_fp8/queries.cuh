@@ -28,7 +28,7 @@ struct RoundedQueries {
                                             head * p.q_rope_strides.head)[lane];
   }
 
-  // q_scale is positive, so that a score of -inf keeps its meaning: queries take the sign of `scale`.
+  // Hidden slots score -inf, so q_scale is positive: queries take the sign of `scale`.
   template <typename Rows>
   __device__ void store(float scale, Rows (&q)[kGroups], Rows& q_rope, float2 (&heads)[2][kHeads], int row,
                         int lane) const {
