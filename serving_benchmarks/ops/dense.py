@@ -14,7 +14,7 @@ import torch
 
 import mla_backend
 from mla_backend import reference
-from mla_backend.plan import Plan, workspace_floats
+from mla_backend.plan import workspace_floats
 from serving_benchmarks.ops import kernels, peer_kernels, timing
 from serving_benchmarks.ops.batches import BLOCK, SETS, CaseOfBatch
 from serving_benchmarks.ops.kernels import SCALE
@@ -54,7 +54,7 @@ def new_problem(case: Case, blocks: int) -> DenseProblem:
 
 def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -> dict[str, Any]:
     """Checks and times one case: ours, our plan, and every peer."""
-    cache, in_bf16 = caches[case.format, BLOCK], caches.in_bf16(case.format, BLOCK)
+    cache, in_bf16 = caches[case.format, BLOCK], caches.copied(case.format, BLOCK, "bf16")
     torch.manual_seed(0)  # the tables of a case are those of a like case with other rows
     problems = [new_problem(case, len(cache)) for _ in range(SETS)]
     last, batch, fmt = problems[-1], case.requests, mla_backend.FORMATS[case.format]
@@ -65,30 +65,24 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -
     requests, rows, slots = len(batch.requests), batch.queries * case.heads, last.table.shape[1] * BLOCK
     about = {"topk_length": last.lengths, "num_heads": rows, "cache_format": case.format}
     make_plan = partial(mla_backend.plan, requests, slots, **about)
-
-    def candidate(plan: Plan, products: str) -> timing.Candidate:
-        workspace = torch.zeros(workspace_floats(plan.launch.ctas, rows), device=kernels.DEVICE)
-        outs = [torch.empty(*one.q.shape[:3], 512, dtype=torch.bfloat16, device=kernels.DEVICE) for one in problems]
-        more = {**how, "plan": plan, "workspace": workspace, "lse": torch.empty_like(exact_lse), "products": products}
-        attend, got = partial(mla_backend.dense_attention, cache=cache, **more), (outs[-1].flatten(0, 1), more["lse"])
-        pairs = zip(problems, outs, strict=True)
-        calls = [partial(attend, one.q, block_table=one.table, lengths=one.lengths, out=out) for one, out in pairs]
-        check = partial(kernels.check_ours, got, (exact_out, exact_lse), cache, products)
-        return timing.Candidate(calls, [outs[-1], more["lse"]], check)
-
-    ours, launch = kernels.our_candidates(case.format, rows, make_plan, candidate)
-    found = {name: (partial(one, cache=in_bf16), kernels.PEERS_ALLOWED) for name, one in peer_kernels.DENSE.items()}
+    plan = make_plan(device=kernels.DEVICE)
+    workspace = torch.zeros(workspace_floats(plan.launch.ctas, rows), device=kernels.DEVICE)
+    outs = [torch.empty(*one.q.shape[:3], 512, dtype=torch.bfloat16, device=kernels.DEVICE) for one in problems]
+    lse, pairs = torch.empty_like(exact_lse), zip(problems, outs, strict=True)
+    attend = partial(mla_backend.dense_attention, cache=cache, plan=plan, workspace=workspace, lse=lse, **how)
+    calls = [partial(attend, one.q, block_table=one.table, lengths=one.lengths, out=out) for one, out in pairs]
+    check = partial(kernels.check_ours, (outs[-1].flatten(0, 1), lse), (exact_out, exact_lse), cache, "exact")
+    ours = {"ours": timing.Candidate(calls, [outs[-1], lse], check)}
+    ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
+    found = {name: partial(one, cache=in_bf16) for name, one in peer_kernels.DENSE.items()}
     if case.format == "fp8_tensor_576":
-        found["flashmla_fp8"] = partial(peer_kernels.flashmla_dense_fp8, cache=cache), kernels.FP8_PEERS_ALLOWED
-    peers = {
-        name: partial(kernels.prepared_candidate, prepare, problems, exact_out, allowed)
-        for name, (prepare, allowed) in found.items()
-        if name in loaded
-    }
+        found["flashmla_fp8"] = partial(peer_kernels.flashmla_dense_fp8, cache=cache)
+    make = partial(kernels.prepared_candidate, problems=problems, want=exact_out)
+    peers = {name: partial(make, prepare) for name, prepare in found.items() if name in loaded}
     return {
         "useful_flops": 2 * int(batch.visible().sum()) * case.heads * (576 + 512),
         "bytes": batch.cached * fmt.token_bytes + batch.tokens * case.heads * (2 * (576 + 512) + 4),
-        "launch": launch,
+        "launch": str(plan.launch),
         **timing.measure(ours, peers, rounds),
     }
 
@@ -99,5 +93,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    chosen = kernels.asked_for(options, "dense", cases())
-    return kernels.measure_batches(options, "dense", chosen, measure)
+    return kernels.measure_batches(options, "dense", kernels.asked_for(options, "dense", cases()), measure)

@@ -1,4 +1,4 @@
-"""Sparse attention on a GPU, versus FlashMLA, FlashAttention 3 and FlashInfer.
+"""Sparse attention on a GPU, versus FlashMLA, FlashAttention 3, FlashInfer and SGLang's Q8KV8.
 
 All candidates are timed interleaved in one process, as CUDA graphs over several sets of inputs in one cache, without
 what serving does once a step: our plan, timed on its own, and the peers' schedules. What a graph leaves is checked
@@ -6,6 +6,7 @@ against the reference. Decode is also timed in situ: what it adds to matrix prod
 memory. A launch in a loop of its own finds its code in caches and overlaps the one before it.
 
 Peers without FP8 rows get a BF16 copy of an FP8 cache, as vLLM makes (prefill) or keeps (decode). It is not timed.
+Q8KV8 reads rows with one scale, of fp8_ds_mla a copy, and rounds queries and P. Neither copy nor queries are timed.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from serving_benchmarks.results import file as result_file
 from serving_benchmarks.results import tables
 
 DEVICE = "cuda"
-FORMATS = ("fp8_ds_mla", "bf16")
+FORMATS = ("fp8_ds_mla", "fp8_tensor_576", "bf16")  # candidates for one also read copies in those after it
 SCALE = 576**-0.5
 MAGNITUDE = 0.1  # standard deviation of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1.
 MOST_DECODE_QUERIES = 16  # requests with more query tokens are prefill
@@ -51,7 +52,7 @@ another GPU looks better or worse than it is."""
 MEMORY_BYTES = 3.65e12
 """Bytes/s of gathering random FP8 rows of 656 bytes from memory into shared memory. BF16 rows are gathered faster (our
 kernel reaches 4.03e12), so times with them can be below a floor made of this."""
-L2_BYTES = {"fp8_ds_mla": 5.7e12, "bf16": 7.7e12}  # bytes/s of gathering rows from L2, out of a pool of 32K tokens
+L2_BYTES = {"fp8_ds_mla": 5.7e12, "fp8_tensor_576": 5.7e12, "bf16": 7.7e12}  # bytes/s, gathered from L2 out of 32K rows
 PRODUCT_ROWS, PRODUCT_WIDTH = 64, 7168
 """Of the products before calls in situ: DeepSeek-V3.2's width. Their weights, 103 MB, are twice an L2."""
 
@@ -82,8 +83,13 @@ SUITES: dict[str, list[tuple[str, Sequence[int], Sequence[int]]]] = {
     ],
     "decode_by_batch": [(f"{2**power}q1s32k", (16, 128), (2048,)) for power in range(10)],
     "prefill_by_context": [(f"q4ks{context}k", (16, 64, 128), (2048,)) for context in (4, 8, 32, 128)],
+    "fp8_products": [
+        *((spec, (48, 64, 128), (2048,)) for spec in ("q4ks32k", "2q1000s16k", "q3000s48k", "33q2s64k", "128q2s64k")),
+        *((f"{requests}q1s32k", (48, 64, 128), (2048,)) for requests in (96, 128, 200)),
+        *((spec, (48, 64, 128), (512,)) for spec in ("17q3s32k", "70q1s32k")),
+    ],
 }
-"""Batches, each with heads and top-k: the README's table, decode of 1 to 512 requests, prefill at long contexts."""
+"""Batches, each with heads and top-k: the README's table, decode by requests, prefill by context, FP8 products."""
 
 
 def products(count: int) -> list[timing.Call]:
@@ -98,7 +104,7 @@ class Caches(dict[tuple[str, int], Tensor]):
 
     def __init__(self, tokens: int):
         self.tokens = max(tokens, SMALLEST_CACHE)
-        self.copies: dict[tuple[str, int], Tensor] = {}
+        self.copies: dict[tuple[str, int, str], Tensor] = {}
 
     def __missing__(self, key: tuple[str, int]) -> Tensor:
         (name, page), fmt = key, mla_backend.FORMATS[key[0]]
@@ -109,16 +115,15 @@ class Caches(dict[tuple[str, int], Tensor]):
             mla_backend.cache_write(kv_c, k_pe, cache, slots, format=name, scale=SCALES.get(name, 1.0))
         return cache
 
-    def in_bf16(self, name: str, page: int) -> Tensor:
-        """The same values in bf16 rows, for what reads no others: a copy, unless they are bf16 already."""
-        if name != "bf16" and (name, page) not in self.copies:
-            cache = self[name, page]
-            copy = mla_backend.FORMATS["bf16"].new_cache(len(cache), page, device=DEVICE)
-            rows = self.copies.setdefault((name, page), copy).view(-1, 576)
-            for slots in torch.arange(len(rows), device=DEVICE).split(2**18):
-                out = rows[slots[0] : slots[-1] + 1]
-                mla_backend.cache_gather(cache, slots, format=name, scale=SCALES.get(name, 1.0), out=out)
-        return self[name, page] if name == "bf16" else self.copies[name, page]
+    def copied(self, name: str, page: int, to: str) -> Tensor:
+        """The same values in rows of another format, for what reads no others."""
+        cache = self[name, page]
+        if name != to and (name, page, to) not in self.copies:
+            made = self.copies[name, page, to] = mla_backend.FORMATS[to].new_cache(len(cache), page, device=DEVICE)
+            for slots in torch.arange(len(cache) * page, device=DEVICE).split(2**18):
+                rows = mla_backend.cache_gather(cache, slots, format=name, scale=SCALES.get(name, 1.0))
+                mla_backend.cache_write(rows[:, :512], rows[:, 512:], made, slots, format=to, scale=SCALES.get(to, 1.0))
+        return cache if name == to else self.copies[name, page, to]
 
 
 def new_table(wanted: Sequence[int], blocks: int) -> Tensor:
@@ -139,7 +144,7 @@ def new_lists(batch: RequestBatch, topk: int, blocks: int, block_size: int) -> t
 
 def new_problem(batch: RequestBatch, heads: int, fmt: str, lists: tuple[Tensor, Tensor], **more: Any) -> SparseProblem:
     """Random queries of a batch to rows of a format."""
-    rows = mla_backend.FORMATS[fmt]
+    rows, more = mla_backend.FORMATS[fmt], {"cache_format": fmt, "cache_scale": SCALES.get(fmt, 1.0), **more}
     q = torch.randn(batch.tokens, heads, rows.head_dim, device=DEVICE).div_(MAGNITUDE).to(rows.number)
     return SparseProblem(q, *lists, rows.head_dim**-0.5, batch.queries, more)
 
@@ -172,7 +177,7 @@ def peers_for(
     return {
         name: partial(peer.prepare, cache=by_format[peer.cache])
         for name, peer in peer_kernels.PEERS.items()
-        if peer.library in loaded and peer.cache in (case.format, "bf16") and peer.takes(problem, case.decode)
+        if peer.library in loaded and peer.cache in by_format and peer.takes(problem, case.decode)
     }
 
 
@@ -201,12 +206,11 @@ def check_out(got: Tensor, want: Tensor, times: float = 1) -> dict[str, float]:
     return found
 
 
-def prepared_candidate(
-    prepare: Callable[[Any], Prepared], problems: Sequence[Any], want: Tensor, times: float
-) -> timing.Candidate:
+def prepared_candidate(prepare: Callable[[Any], Prepared], problems: Sequence[Any], want: Tensor) -> timing.Candidate:
     """Calls of a peer on all sets. `want` is the last one's out, of the reference."""
     made = [prepare(problem) for problem in problems]
     out = made[-1].out  # a call may give it other memory
+    times = FP8_PEERS_ALLOWED if made[-1].rounds else PEERS_ALLOWED
     calls, layers = [one.call for one in made], [one.layer for one in made]
     return timing.Candidate(calls, [out], lambda: check_out(out.view(want.shape), want, times), layers)
 
@@ -230,7 +234,8 @@ def rounds_queries(cache: Tensor) -> bool:
 
 def measure(case: Case, caches: Caches, loaded: set[str], rounds: int, before: Sequence[timing.Call]) -> dict[str, Any]:
     """Checks and times one case: ours, our plan, and every peer that can run it. Decode also `before` in situ."""
-    by_format = {"fp8_ds_mla": caches["fp8_ds_mla", BLOCK], "bf16": caches.in_bf16("fp8_ds_mla", BLOCK)}
+    source = "fp8_ds_mla" if case.format == "bf16" else case.format
+    by_format = {name: caches.copied(source, BLOCK, name) for name in FORMATS[FORMATS.index(case.format) :]}
     batch = case.requests
     lists = (new_lists(batch, case.topk, len(by_format["bf16"]), BLOCK) for _ in range(SETS))
     problems = [new_problem(batch, case.heads, case.format, one) for one in lists]
@@ -244,16 +249,6 @@ def measure(case: Case, caches: Caches, loaded: set[str], rounds: int, before: S
         "l2": attended * row_bytes / L2_BYTES[case.format],
     }
     return {"floor_seconds": floor, **found}
-
-
-def our_candidates(
-    fmt: str, heads: int, make_plan: Callable[..., Plan], candidate: Callable[[Plan, str], timing.Candidate]
-) -> tuple[dict[str, timing.Candidate], str]:
-    """Ours, also with FP8 products where they have a kernel of their own, the plan, and how ours is launched."""
-    found = {"ours": candidate(plan := make_plan(device=DEVICE), "exact")}
-    if mla_backend.FORMATS[fmt].quantised and heads > SWAP_AB_HEADS:
-        found["ours_fp8"] = candidate(make_plan(products="fp8", device=DEVICE), "fp8")
-    return {**found, "plan": timing.Candidate([lambda: make_plan(out=plan)])}, str(plan.launch)
 
 
 def time_problems(
@@ -282,14 +277,17 @@ def time_problems(
         check = partial(check_ours, (last.out, lse), (exact_out, exact_lse), cache, products)
         return timing.Candidate(calls, [last.out, lse], check, calls)
 
-    ours, launch = our_candidates(fmt, heads, make_plan, candidate)
-    make = partial(prepared_candidate, problems=problems, want=exact_out, times=PEERS_ALLOWED)
+    ours = {"ours": candidate(plan := make_plan(device=DEVICE), "exact")}
+    if mla_backend.FORMATS[fmt].quantised and heads > SWAP_AB_HEADS:  # FP8 products have a kernel of their own
+        ours["ours_fp8"] = candidate(make_plan(products="fp8", device=DEVICE), "fp8")
+    ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
+    make = partial(prepared_candidate, problems=problems, want=exact_out)
     theirs = {name: partial(make, prepare) for name, prepare in peers.items()}
     listed, row_bytes = sum(map(listed_rows, problems)) / len(problems), mla_backend.FORMATS[fmt].token_bytes
     return {
         "useful_flops": 2 * listed * heads * (width + 512),
         "bytes": listed * (row_bytes + 4) + tokens * heads * (2 * (width + 512) + 4),
-        "launch": launch,
+        "launch": str(plan.launch),
         **timing.measure(ours, theirs, rounds, before=before),
     }
 
@@ -304,7 +302,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     heads, only = opt.whole(1, batches.MOST_HEADS), "only these of a suite; default with --batches:"
     opt.add_list(what, "--heads", heads, f"{only} 16,128")
     opt.add_list(what, "--topk", opt.count, f"{only} 2048")
-    opt.add_list(what, "--formats", opt.one_of(FORMATS), "of the cache", ",".join(FORMATS))
+    opt.add_list(what, "--formats", opt.one_of(FORMATS), "of the cache", "fp8_ds_mla,bf16")
     add_ways(parser, 15)
 
 

@@ -8,6 +8,7 @@ does once a step, outside of any timing: it reshapes lists and makes schedules.
 import ctypes
 import importlib.metadata
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class Prepared:
     call: Callable[[], object]
     out: Tensor
     pad: Callable[[], object] | None = None  # what a layer does before each call: it pads heads
+    rounds: bool = False  # queries and P to e4m3, so that the result is less exact
 
     def layer(self) -> None:
         """The call as a layer of a model makes it."""
@@ -66,7 +68,7 @@ class Prepared:
 @dataclass(frozen=True)
 class Peer:
     library: str  # what `load` has to find
-    cache: str  # format of the cache that it reads. BF16 peers read a BF16 copy of an FP8 cache.
+    cache: str  # format of the cache that it reads: of another cache, it gets a copy
     prepare: Callable[[SparseProblem, Tensor], Prepared]
     takes: Callable[[SparseProblem, bool], bool] = lambda problem, decode: True
     """Whether vLLM would call it for a problem. The flag says whether that is decode."""
@@ -132,14 +134,14 @@ def flashmla_dense(problem: DenseProblem, cache: Tensor) -> Prepared:
 
 
 def flashmla_dense_fp8(problem: DenseProblem, cache: Tensor) -> Prepared:
-    """FlashMLA's dense decode on rows of fp8_tensor_576. Queries and weights are e4m3 too."""
+    """FlashMLA's dense decode on rows of fp8_tensor_576. Queries and P are e4m3 too. It makes its own result."""
     requests, queries, heads, _ = problem.q.shape
     ops, one = torch.ops._flashmla_extension_C, torch.ones(1, device=problem.q.device)
     schedule = ops.get_mla_decoding_metadata_dense_fp8(problem.lengths, queries * heads, 1)
     q, rows = problem.q.to(torch.float8_e4m3fn), cache.view(torch.float8_e4m3fn).unsqueeze(-2)
     rest = LATENT, problem.lengths, problem.table, problem.scale, True, *schedule, one, one * FP8_TENSOR_SCALE
     out = torch.empty(requests, queries, heads, LATENT, dtype=problem.q.dtype, device=problem.q.device)
-    return Prepared(lambda: out.set_(ops.fwd_kvcache_mla_fp8(q, rows, *rest)[0]), out)  # it makes its own result
+    return Prepared(lambda: out.set_(ops.fwd_kvcache_mla_fp8(q, rows, *rest)[0]), out, rounds=True)
 
 
 def _starts(problem: DenseProblem) -> Tensor:
@@ -203,6 +205,24 @@ def flashinfer(problem: SparseProblem, cache: Tensor) -> Prepared:
     return Prepared(lambda: wrapper.run(query=query, kv_cache=kv_cache, out=out, **scales), out)
 
 
+def sglang_q8kv8(problem: SparseProblem, cache: Tensor) -> Prepared:
+    """SGLang's FP8 prefill kernel on rows of fp8_tensor_576, also for decode. Queries have one scale as well. Padding
+    heads to a multiple of 64 and rounding queries is not timed."""
+    heads, topk = problem.q.shape[1], problem.indices.shape[1]
+    q = torch.nn.functional.pad(problem.q.float(), (0, 0, 0, -heads % 64))
+    scales = torch.tensor([q.abs().max() / 448, FP8_TENSOR_SCALE], device=q.device)
+    out, lse_and_max = q.new_empty((*q.shape[:2], LATENT), dtype=torch.bfloat16), q.new_empty((2, *q.shape[:2]))
+    tensors = (q / scales[0]).to(torch.float8_e4m3fn), cache, problem.indices, scales, out, lse_and_max
+    sizes = *q.shape[:2], cache.shape[0] * cache.shape[1], topk
+    attend, scale_log2 = peers.q8kv8().q8kv8, ctypes.c_float(problem.scale * math.log2(math.e))
+
+    def call() -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        attend(*(ctypes.c_void_p(each.data_ptr()) for each in tensors), *sizes, scale_log2, stream)
+
+    return Prepared(call, out[:, :heads], rounds=True)
+
+
 PEERS = {
     "flashmla_fp8_one_batch": Peer(
         "flashmla", "fp8_ds_mla", partial(flashmla_decode, one_batch=True), lambda problem, _: problem.q.shape[1] < 32
@@ -213,10 +233,10 @@ PEERS = {
     "flashmla_bf16": Peer("flashmla", "bf16", flashmla_prefill),
     "fa3_bf16": Peer("fa3", "bf16", fa3),
     "flashinfer_bf16": Peer("flashinfer", "bf16", flashinfer),
+    "q8kv8": Peer("q8kv8", "fp8_tensor_576", sglang_q8kv8, lambda problem, _: problem.indices.shape[1] % 128 == 0),
 }
 """By their names in result files."""
-PrepareDense = Callable[[DenseProblem, Tensor], Prepared]
-DENSE: dict[str, PrepareDense] = {"flashmla": flashmla_dense, "fa3": fa3_dense}  # from a BF16 cache
+DENSE = {"flashmla": flashmla_dense, "fa3": fa3_dense}  # from a BF16 cache
 
 
 def load(folder: Path | None, version: str) -> dict[str, str]:
@@ -240,6 +260,13 @@ def load(folder: Path | None, version: str) -> dict[str, str]:
             found[name] = f"vllm {version}"
         except (peers.PeerError, OSError) as error:
             found[name] = f"missing: {error}"
+    try:
+        if torch.cuda.get_device_capability()[0] != 9:
+            raise peers.PeerError("Q8KV8 is for Hopper")
+        peers.q8kv8()
+        found["q8kv8"] = f"sglang {importlib.metadata.version('sglang')}"
+    except Exception as error:  # of any kind: it is optional
+        found["q8kv8"] = f"missing: {timing.first_line(error)}"
     flashinfer = timing.version_of("flashinfer.mla", "flashinfer-python").replace("-python", "")  # as files have it
     return {**found, "flashinfer": flashinfer}
 

@@ -2,12 +2,15 @@
 
 They are libraries inside vLLM's wheels, which pip downloads. FOLDER/vllm-VERSION/ then holds each library, compressed.
 The folder can be copied to a machine without a network; `kernels --peers FOLDER` uses it there, without vLLM.
-FlashInfer is installed with pip instead: see peer_kernels.
+FlashInfer is installed with pip instead: see peer_kernels. SGLang's opt-in kernel Q8KV8 is compiled here.
 """
 
 import argparse
+import ctypes
 import hashlib
+import importlib.util
 import lzma
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +23,22 @@ from serving_benchmarks.results.file import replace
 VERSIONS = ("0.23.0", "0.33.0")  # the newest built for torch 2.11, and the newest
 LIBRARIES = {"flashmla": "_flashmla_C.abi3.so", "flashmla_fp8": "_flashmla_extension_C.abi3.so"}
 LIBRARIES |= {"fa3": "vllm_flash_attn/_vllm_fa3_C.abi3.so"}  # path of each peer's library in the package vllm
+Q8KV8 = "kernels/jit/csrc/sparse_mla_q8kv8_prefill_sm90"  # in the package sglang
+FLAGS = "-O3 -std=c++17 -arch=sm_90a --expt-relaxed-constexpr --use_fast_math -DNDEBUG -DCUTE_USE_PACKED_TUPLE=1"
+FLAGS += " -DCUTLASS_ENABLE_TENSOR_CORE_MMA=1 -shared -Xcompiler -fPIC"  # but for the last three SGLang's
+CUTLASS = "flashinfer/data/cutlass/include", "cutlass_library/source/include"
+CALL = """#include "kernel.cuh"
+extern "C" void q8kv8(const uint8_t* q, const uint8_t* rows, int* indices, const float* scales, void* out, float* lse,
+                      int tokens, int heads, int row_count, int topk, float scale_log2, cudaStream_t stream) {
+  SparseMlaQ8Kv8PrefillParams call{};
+  call.s_q = tokens, call.s_kv = row_count, call.h_q = heads, call.h_kv = 1, call.topk = topk, call.d_v = 512;
+  call.d_qk = call.stride_q_h_q = call.stride_kv_h_kv = 576, call.stride_kv_s_kv = 576, call.stride_q_s_q = heads * 576;
+  call.q = q, call.kv = rows, call.indices = indices, call.q_scale_ptr = scales, call.kv_scale_ptr = scales + 1;
+  call.out = static_cast<cutlass::bfloat16_t*>(out), call.lse = lse, call.max_logits = lse + tokens * heads;
+  call.stride_indices_s_q = call.stride_indices_h_kv = topk, call.sm_scale_div_log2 = scale_log2, call.stream = stream;
+  sm90::fwd::run_sparse_mla_q8kv8_prefill_kernel<576, false, false>(call);
+}
+"""
 
 
 class PeerError(Exception):
@@ -69,6 +88,26 @@ def find(name: str, folder: Path, version: str) -> Path:
                 replace(unpacked, lzma.decompress(content))
             return unpacked
     raise PeerError(f"{folder} has no {Path(inside).name} of vllm {version}; the command `peers` fetches it")
+
+
+def q8kv8() -> ctypes.CDLL:
+    """SGLang's kernel, compiled from the installed package. It ends the process if its arguments are wrong."""
+    package = importlib.util.find_spec("sglang")
+    folder = Path((package and package.origin) or "").parent / Q8KV8
+    roots = [*map(Path, sys.path), *Path(__file__).parents[2].glob("build/nvidia-cutlass-*")]
+    headers = [root / inside for root in roots for inside in CUTLASS if (root / inside / "cutlass/cutlass.h").is_file()]
+    if not headers or not folder.is_dir():
+        raise PeerError("it takes: pip install --no-deps sglang==0.5.23 nvidia-cutlass==4.2.0.0")
+    content = "".join([CALL, FLAGS, *(path.read_text() for path in sorted(folder.iterdir()))]).encode()
+    compiled = Path(tempfile.gettempdir()) / f"peers-{hashlib.sha256(content).hexdigest()[:16]}" / "q8kv8.so"
+    if not compiled.is_file():
+        compiled.parent.mkdir(exist_ok=True)
+        words = [f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin/nvcc", *FLAGS.split(), "-x", "cu", "-"]
+        words += [f"-I{folder}", f"-I{headers[0]}", "-o", str(compiled)]
+        done = subprocess.run(words, input=CALL, capture_output=True, text=True)
+        if done.returncode:
+            raise PeerError(f"nvcc failed: {(done.stderr.strip() or 'it said nothing').splitlines()[0]}")
+    return ctypes.CDLL(str(compiled))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

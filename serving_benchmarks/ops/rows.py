@@ -1,4 +1,4 @@
-"""Sparse attention on a GPU on rows other than fp8_ds_mla, versus FlashMLA and FlashInfer.
+"""Sparse attention on a GPU on rows other than fp8_ds_mla, versus FlashMLA, FlashInfer and Q8KV8.
 
 CONFIG1 to CONFIG4 and `long` are the cases that FlashMLA measures itself. V4-Flash and V4-Pro are what one of eight
 GPUs attends to. Candidates are timed and checked as those of `kernels` are.
@@ -20,7 +20,8 @@ from serving_benchmarks.ops.peer_kernels import SparseProblem
 _FLASHINFER = {"flashinfer": peer_kernels.flashinfer}
 _BF16 = {"flashmla": peer_kernels.flashmla_prefill, **_FLASHINFER}
 PEERS = {"fp8_model1": {"flashmla": peer_kernels.flashmla_decode}, "bf16": _BF16, "bf16_512": _BF16}
-PEERS |= {"fp16": _FLASHINFER, "fp8_tensor_576": _FLASHINFER, "fp8_528": {}, "fp8_tensor_512": {}}
+PEERS |= {"fp16": _FLASHINFER, "fp8_528": {}, "fp8_tensor_512": {}}
+PEERS["fp8_tensor_576"] = {**_FLASHINFER, "q8kv8": peer_kernels.sglang_q8kv8}
 """What reads rows of each format on Hopper, by the names of candidates."""
 
 
@@ -64,7 +65,7 @@ def cases() -> list[Case]:
 def new_problem(case: Case, caches: kernels.Caches, lengths: Tensor | None) -> SparseProblem:
     """A batch of random queries. `lengths` are those of the second lists, if not all of them count."""
     lists = kernels.new_lists(case.requests, case.topk, len(caches[case.format, case.page]), case.page)
-    more = {"cache_format": case.format, "cache_scale": kernels.SCALES.get(case.format, 1.0)}
+    more: dict[str, Any] = {}
     if case.extra_topk:
         extra = caches[case.format, case.extra_page]
         more |= {"extra_cache": extra, "extra_cache_format": case.format, "extra_topk_length": lengths}
@@ -94,5 +95,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    chosen = kernels.asked_for(options, "rows", cases())
-    return kernels.measure_batches(options, "rows", chosen, measure)
+    return kernels.measure_batches(options, "rows", kernels.asked_for(options, "rows", cases()), measure)

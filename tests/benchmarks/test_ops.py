@@ -1,8 +1,10 @@
 """What ops/ times: batches and suites, checks of results, peers, the timer, and the commands as far as a CPU goes."""
 
+import ctypes
 import functools
 import itertools
 import lzma
+import math
 import sys
 import time
 import types
@@ -106,8 +108,8 @@ def test_wheels_that_are_not_what_they_should_be_are_refused_and_a_missing_peer_
         assert main(["peers", str(tmp_path / "peers"), "--wheels", str(wheel)]) == 2
         assert wheel.name in capsys.readouterr().err
     found = peer_kernels.load(tmp_path, "9")
-    assert {*found} == {"flashmla", "flashmla_fp8", "fa3", "flashinfer"}
-    assert all(found[name].startswith("missing: ") for name in peers.LIBRARIES)
+    assert {*found} == {"flashmla", "flashmla_fp8", "fa3", "flashinfer", "q8kv8"}
+    assert all(found[name].startswith("missing: ") for name in (*peers.LIBRARIES, "q8kv8"))
 
 
 @pytest.mark.parametrize("name", kernels.SUITES)
@@ -142,7 +144,7 @@ def measured(path, *words) -> list[dict]:
 
 def test_ours_and_peers_are_checked_before_they_are_timed(on_a_cpu, tmp_path, monkeypatch):
     def peer(problem, wrong):
-        out, cache = torch.empty(*problem.q.shape[:2], 512).bfloat16(), caches[0].in_bf16("fp8_ds_mla", 64)
+        out, cache = torch.empty(*problem.q.shape[:2], 512).bfloat16(), caches[0].copied("fp8_ds_mla", 64, "bf16")
         attend = functools.partial(mla_backend.sparse_attention, problem.q, cache, problem.indices, scale=problem.scale)
         return peer_kernels.Prepared(lambda: out.zero_() if wrong else attend(out=out), out)
 
@@ -159,13 +161,39 @@ def test_ours_and_peers_are_checked_before_they_are_timed(on_a_cpu, tmp_path, mo
     assert {*result["in_situ"]["seconds"]} == {"ours", "ours_fp8", "peer_0"}
 
 
+def test_q8kv8_reads_its_own_rows_and_is_not_the_best_peer(on_a_cpu, tmp_path, monkeypatch):
+    def attend(q, rows, lists, scales, out, lse, tokens, heads, count, topk, scale_log2, stream):
+        def at(pointer, dtype, *shape):
+            memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(pointer.value)
+            return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+        e4m3, (q_scale, scale) = torch.float8_e4m3fn, at(scales, torch.float32, 2)
+        lists = at(lists, torch.int32, tokens, topk)
+        q, kv = at(q, e4m3, tokens, heads, 576).float() * q_scale, at(rows, e4m3, count, 576)[lists].float() * scale
+        scores = (q @ kv.mT * scale_log2.value).masked_fill(lists.unsqueeze(1) < 0, -torch.inf)
+        p = (scores * math.log(2)).softmax(2)
+        at(lse, torch.float32, 2, tokens, heads).fill_(0)
+        at(out, torch.bfloat16, tokens, heads, 512).copy_(p @ kv[..., :512])
+        assert heads == 64
+
+    fake = types.SimpleNamespace
+    monkeypatch.setattr(peers, "q8kv8", lambda: fake(q8kv8=attend))
+    monkeypatch.setattr(peer_kernels, "load", lambda *_: {"q8kv8": "sglang 1"})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: fake(cuda_stream=None))
+    how = "kernels --batches q1s200_q1s90 --heads 33 --topk 128 --formats fp8_tensor_576,fp8_ds_mla"
+    for result in measured(tmp_path / "out", *how.split()):
+        assert {*result["seconds"]} == {"ours", "ours_fp8", "plan", "q8kv8"} and result["best_peer"] is None
+        assert result["accuracy"]["q8kv8"]["cosine_distance"] > kernels.COSINE
+    assert "sglang 1" in tables.kernels(kinds.load(tmp_path / "out").report)
+
+
 def test_dense_decode_is_measured(on_a_cpu, tmp_path, monkeypatch):
     formats = ["bf16", "fp8_ds_mla", "fp8_tensor_576"]
     monkeypatch.setattr(dense, "cases", lambda: [dense.Case("2q3s200", 11, fmt) for fmt in formats])
     how = "dense", "--cases", "h11", "--ours-only"
     for result, fmt in zip(measured(tmp_path / "out", *how), formats, strict=True):
         assert result["case"] == {"batch": "2q3s200", "heads": 11, "format": fmt, "tokens": 6}
-        assert {*result["seconds"]} == {"ours", "plan", *(["ours_fp8"] if fmt != "bf16" else [])}
+        assert {*result["seconds"]} == {"ours", "plan"}
         assert result["useful_flops"] == 2 * 2 * (198 + 199 + 200) * 11 * (576 + 512)
     assert main([*how, "--limit-s", "1e-9"]) == 1 and main(["dense", "--cases", "h11 fp4"]) == 2
 
