@@ -85,26 +85,13 @@ def settle(vllm_config: "VllmConfig") -> None:
             versions.logger().info_once(told, name, selection.why_by_default(), selection.OPTION)
         vllm_config.parallel_config.worker_cls = WORKERS[1]
         selection.split_graphs(vllm_config.compilation_config)
-    if (
-        name == versions.SPARSE
-        and not current_platform.is_cpu()
-        and vllm_config.parallel_config.tensor_parallel_size > 1
-    ):
-        _share(vllm_config)
+    if name == versions.SPARSE and not current_platform.is_cpu() and sharing.is_on(vllm_config):
+        told, ranks = "%s shares selection among %d GPUs in steps that get faster by it.", vllm_config.parallel_config
+        versions.logger().info_once(told, name, ranks.tensor_parallel_size)
+        vllm_config.parallel_config.worker_cls = WORKERS[1]
     if speculative is not None and speculative.method == "mtp" and speculative.attention_backend is None:
         # the draft's layers are of the same kind, but vLLM would pick another backend for them
         speculative.attention_backend = vllm_config.attention_config.backend
-
-
-def _share(vllm_config: "VllmConfig") -> None:
-    if sharing.asked(vllm_config) is not False:
-        replacements.warn([replacements.SHARE])
-    if sharing.is_on(vllm_config):
-        told = "%s shares selection among %d GPUs%s. --additional-config '{\"%s\": false}' turns it off."
-        where = "" if sharing.asked(vllm_config) else " in steps that get faster by it"
-        ranks = vllm_config.parallel_config.tensor_parallel_size
-        versions.logger().info_once(told, versions.SPARSE, ranks, where, sharing.OPTION)
-        vllm_config.parallel_config.worker_cls = WORKERS[1]
 
 
 def _optional(name: str, model_config: "ModelConfig", platform: Any) -> list[replacements.Replacement]:

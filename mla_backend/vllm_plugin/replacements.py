@@ -106,7 +106,7 @@ SHARE = Replacement(
             "request_offset",
         ),
     },
-    "each tensor-parallel GPU selects for all tokens",
+    "mla_shared_selection is refused; each tensor-parallel GPU selects for all tokens",
 )
 ALL = (CONFIG, ROTATE, SPLIT, V4, V41, SELECT, SHARE, CPU_INDEXER)
 
@@ -149,6 +149,8 @@ def report(on_cpu: bool, blackwell: bool) -> list[dict[str, Any]]:
             why = f"{why}: {each.cost}"
         elif each is SELECT:
             why = "DeepGEMM is faster; mla_selection turns it on"
+        elif each is SHARE:
+            why = "it is new; mla_shared_selection turns it on"
         found.append({"name": each.name, "in_use": why is None, "why": why})
     return found
 

@@ -9,7 +9,7 @@ A step's prefill is cut into pieces, and its decode is one more. Pieces of decod
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata, has_deep_gemm
 from vllm.utils.torch_utils import _resolve_layer_name, vllm_lib
-from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
+from vllm.v1.attention.backends.mla import indexer
 
 from mla_backend.vllm_plugin import gpu_indexer, selection, sharing, versions
 from mla_backend.vllm_plugin.replacements import by_name, instead_of, is_ours
@@ -37,45 +37,87 @@ REQUEST_ROWS = 4
 be as much larger than a part of the tokens."""
 BLOCK = 1024
 """Words that a program of the two kernels moves."""
+FIELDS = {
+    indexer.DeepseekV32IndexerPrefillMetadata: {"chunks", "row_shard_sizes"},
+    indexer.DeepseekV32IndexerPrefillChunkMetadata: {
+        *("token_start", "token_end", "skip_kv_gather", "cu_seqlen_ks", "cu_seqlen_ke"),
+    },
+    indexer.DeepSeekV32IndexerDecodeMetadata: {
+        *("block_table", "seq_lens", "decode_lens", "schedule_metadata", "requires_padding"),
+    },
+}
+"""Of vLLM's metadata, what a piece's is made of."""
 
 
-def install(vllm_config: Any) -> None:
-    """Makes vLLM's models share. Each process that builds a model calls it, some more than once."""
+def install(vllm_config: Any, forced: bool = False) -> None:
+    """Makes vLLM's models share, or says in the log why not. Each process that builds a model calls it, some more than
+    once.
+
+    Args:
+        forced: share each step, whatever it gains, over any connection.
+    """
     if is_ours(deepseek_v32.sparse_attn_indexer):
         return
     group, config = get_tp_group(), vllm_config.model_config.hf_text_config
     tokens = min(sharing.PIECE, vllm_config.scheduler_config.max_num_batched_tokens)
-    room = Room(group, tokens, config.index_n_heads, config.index_topk, sharing.asked(vllm_config) is True)
+    room = Room(group, tokens, config.index_n_heads, config.index_topk, forced)
+    if (reason := why_not(room)) is not None:
+        versions.logger().warning("mla-backend: each GPU selects for all tokens, as %s.", reason)
+        if selection.is_on(vllm_config):
+            gpu_indexer.install()
+        return
     if selection.is_on(vllm_config):
         gpu_indexer.install(partial(shared, room=room))
     else:
         theirs = deepseek_v32.sparse_attn_indexer
         deepseek_v32.sparse_attn_indexer = shared(theirs, room)  # called by its name there
         vllm_lib.impl("sparse_attn_indexer", shared(theirs, room), current_platform.dispatch_key, allow_override=True)
-    add_shares_to_metadata_of(DeepseekV32IndexerMetadataBuilder, room)
+    add_shares_to_metadata_of(indexer.DeepseekV32IndexerMetadataBuilder, room)
+
+
+def why_not(room: "Room") -> str | None:
+    """Why ranks don't share after all, the same on each; None if they do."""
+    for kind, known in FIELDS.items():
+        if missing := known - {one.name for one in fields(kind)}:
+            return f"{kind.__name__} of this vLLM has no {', '.join(sorted(missing))}"
+    if room.near is None and not room.forced:
+        return "sharing needs GPUs of one host that NVLink connects, and vLLM's custom all-reduce"
+    return None
 
 
 # --- memory and the exchange ------------------------------------------------------------------------------------------
 
 
+def near_of(group: Any) -> Any:
+    """vLLM's kernels over NVLink, where all ranks have them, else None. All ranks call it, and get the same answer."""
+    found = getattr(group.device_communicator, "ca_comm", None)
+    usable = found is not None and not (found.disabled or found.mnnvl_only) and found.fully_connected
+    everywhere = torch.tensor(int(usable and group.world_size <= 8), device="cpu")
+    torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN, group.cpu_group)
+    return found if everywhere else None
+
+
 class Room:
-    """What all layers of a rank share. It is made before vLLM sizes the cache."""
+    """What all layers of a rank share. It is made before vLLM sizes the cache, by all ranks at once."""
 
     def __init__(self, group: Any, tokens: int, heads: int, topk: int, forced: bool = False):
         self.group, self.rank, self.ranks, self.forced = group, group.rank_in_group, group.world_size, forced
+        self.near, self.heads, self.topk = near_of(group), heads, topk
         each = -(-tokens // self.ranks) + REQUEST_ROWS
         self.tokens, self.decode_tokens = each * self.ranks, tokens
+        self.snake = sharing.snake(self.tokens, self.ranks, group.device)
         new = partial(torch.empty, device=group.device)
         self.received = new(self.tokens, topk, dtype=torch.int32)
         self.queries = new(each, heads * HEAD_WORDS, dtype=torch.int32)
         self.weights = new(each, heads, dtype=torch.float32)
-        if self.received.is_cuda:  # compiles both kernels
-            none, words = torch.zeros(each, dtype=torch.int64, device=group.device), self.queries.clone()
-            self.place(none, self.take(words, self.weights.clone(), none)[2], self.received)
+        for count in (1, each):  # compiles both kernels, and connects ranks in both ways: a capture could do neither
+            rows, words = torch.zeros(count, dtype=torch.int64, device=group.device), torch.zeros_like(self.queries)
+            own = self.take(words, torch.zeros_like(self.weights), rows)[2]
+            self.place(rows, self.exchange(own), torch.empty_like(own))
 
     def fits(self, queries: Tensor, topk: int) -> bool:
-        head = self.queries.shape[1] // HEAD_WORDS, HEAD_WORDS * 4 // queries.element_size()
-        return tuple(queries.shape[1:]) == head and topk == self.received.shape[1]
+        head = self.heads, HEAD_WORDS * 4 // queries.element_size()
+        return tuple(queries.shape[1:]) == head and topk == self.topk
 
     def take(self, words: Tensor, weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and weights of these tokens, and where to write the positions: among those of all ranks."""
@@ -93,11 +135,11 @@ class Room:
         return queries, own_weights, own
 
     def exchange(self, own: Tensor) -> Tensor:
-        """The positions of all ranks, in their order."""
-        found, communicator = self.received[: len(own) * self.ranks], self.group.device_communicator
-        near, nccl = (getattr(communicator, name, None) for name in ("ca_comm", "pynccl_comm"))
-        if near is not None and not near.mnnvl_multicast_ptr and near.should_custom_all_gather(own.view(torch.float32)):
-            # vLLM's kernel over NVLink for up to 2 MB, which copies floats as they are
+        """The positions of all ranks, in their order. What is asked here is the same on each of them."""
+        found, near = self.received[: len(own) * self.ranks], self.near
+        nccl = getattr(self.group.device_communicator, "pynccl_comm", None)
+        if near is not None and own.nbytes <= near.max_all_gather_size and own.nbytes % 16 == 0:
+            # which copies floats as they are, and leaves NVLink's multicast alone, that a rank may lack
             memory = near.buffer_ptrs[near.rank], near.max_all_gather_size
             _custom_ops.custom_all_gather(near._ptr, own.view(torch.float32), found.view(torch.float32), *memory)
         elif nccl is not None and not nccl.disabled:
@@ -170,7 +212,7 @@ class Shares:
     def of_call(self, step: Any, in_graph: bool) -> list[Piece]:
         """The pieces of a step; none where it is not shared."""
         if in_graph:  # of decode, as long as any step that replays it
-            return [self.decode] if self.pays_in_graphs and self.decode and not self.prefill else []
+            return [self.decode] if self.pays_in_graphs and self.decode and step.prefill is None else []
         padded = step.decode is not None and step.decode.requires_padding
         if not self.pays or padded or (step.decode is not None and self.decode is None):
             return []
@@ -188,7 +230,8 @@ def add_shares_to_metadata_of(builder: type, room: Room) -> None:
         metadata = build_theirs(self, common_prefix_len, common_attn_metadata, fast_build)
         if metadata.prefill is not None and shares.pays:
             shares.prefill = prefill_pieces(self, metadata, room)
-        if metadata.decode is not None and (shares.pays or shares.pays_in_graphs):
+        some = shares.pays or shares.pays_in_graphs
+        if some and metadata.decode is not None and metadata.decode.seq_lens.numel() <= most_decoded(self, room):
             shares.decode = decode_piece(self, metadata, room)
             deal_decode(self, metadata, shares.decode, room)
         metadata.shares = shares
@@ -208,29 +251,35 @@ def add_shares_to_metadata_of(builder: type, room: Room) -> None:
 
     def update_draft_decode_metadata(self: Any, metadata: Any) -> None:
         update_theirs(self, metadata)
-        if metadata.decode is not None and metadata.shares.decode is not None:
-            deal_decode(self, metadata, metadata.shares.decode, room)
+        shares = getattr(metadata, "shares", None)
+        if metadata.decode is not None and shares is not None and shares.decode is not None:
+            deal_decode(self, metadata, shares.decode, room)
 
     builder.build = instead_of(build_theirs, build)
     builder._split_indexer_prefill_chunks = instead_of(split_theirs, split)
     builder.update_draft_decode_metadata = instead_of(update_theirs, update_draft_decode_metadata)
 
 
+def most_decoded(builder: Any, room: Room) -> int:
+    """Tokens of decode that there is room for, with a graph's padding."""
+    return min(room.decode_tokens, builder.vllm_config.scheduler_config.max_num_seqs * builder.decode_threshold)
+
+
 def weigh(builder: Any, common: Any, room: Room) -> dict[str, bool]:
     """Whether sharing pays in this step, by its lengths; and in a CUDA graph of so many tokens, which runs with any
-    lengths: as if contexts were half as long as the longest one that may be. A graph's step has always as many tokens,
+    lengths: as if contexts were an eighth of the longest one that may be. A graph's step has always as many tokens,
     with padding, so what was right when it was captured stays so."""
     lengths, counts = versions.lengths_on_host(common), common.query_start_loc_cpu.diff()
     if lengths is None:
         lengths = torch.full_like(counts, common.max_seq_len)
     tokens, ratio = common.num_actual_tokens, builder.compress_ratio
     keys, decodes = counts.long() * (lengths[: len(counts)] - counts // 2), counts <= builder.decode_threshold
-    decode_tokens, prefill_tokens = int(counts[decodes].sum()), int(counts[~decodes].sum())
+    prefill_tokens = int(counts[~decodes].sum())
     now = float(keys[decodes].sum()) / ratio, float(keys[~decodes].sum()) / ratio, tokens, prefill_tokens
-    in_graph = tokens * builder.vllm_config.model_config.max_model_len / 2 / ratio, 0.0, tokens, 0
-    can, forced = decode_tokens <= room.decode_tokens, room.forced
+    in_graph = tokens * builder.vllm_config.model_config.max_model_len / 8 / ratio, 0.0, tokens, 0
+    can, sizes = tokens - prefill_tokens <= most_decoded(builder, room), (room.ranks, room.heads, room.topk)
     both = {"pays": now, "pays_in_graphs": in_graph}
-    return {name: can and (forced or sharing.pays(*given, room.ranks)) for name, given in both.items()}
+    return {name: can and (room.forced or sharing.pays(*given, *sizes)) for name, given in both.items()}
 
 
 def prefill_pieces(builder: Any, metadata: Any, room: Room) -> list[Piece]:
@@ -262,8 +311,10 @@ def decode_piece(builder: Any, metadata: Any, room: Room) -> Piece:
                 ints=new(3, each, dtype=torch.int32),
                 rows=new(each, dtype=torch.int64),
                 places=new(room.tokens, dtype=torch.int64),
-                table=new(each, decode.block_table.shape[1], dtype=torch.int32),
-                schedule=torch.zeros_like(decode.schedule_metadata),
+                table=new(
+                    -(-most_decoded(builder, room) // room.ranks), decode.block_table.shape[1], dtype=torch.int32
+                ),
+                schedule=torch.zeros_like(builder.scheduler_metadata_buffer),  # of steps of any width
             )
     buffers, (requests, width) = builder.share, decode.seq_lens.shape
     own = -(-requests // room.ranks)
@@ -284,7 +335,7 @@ def decode_piece(builder: Any, metadata: Any, room: Room) -> Piece:
 def deal_decode(builder: Any, metadata: Any, piece: Piece, room: Room) -> None:
     """Writes into the piece which requests are this rank's, and what they see."""
     theirs, own = metadata.decode, piece.step.decode
-    dealt, places = sharing.deal(theirs.seq_lens[:, -1], room.ranks)
+    dealt, places = sharing.deal(theirs.seq_lens[:, -1], room.snake)
     requests, width = dealt[room.rank], theirs.seq_lens.shape[1]
     piece.rows.copy_(sharing.rows_of(requests, width))
     piece.places.copy_(sharing.rows_of(places, width))

@@ -4,12 +4,12 @@ Without sharing each rank scores all keys for all tokens of a step. With it each
 tokens, and all of them exchange the positions. shared_indexer.py does so inside vLLM.
 """
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mla_backend.index import wrong_sizes
 from mla_backend.vllm_plugin import replacements, versions
 from mla_backend.vllm_plugin.selection import WORKERS
 
@@ -17,27 +17,25 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPTION = "mla_shared_selection"
-"""In vLLM's --additional-config: whether ranks share each step, or none. By default those that `pays` names."""
-DECODE_KEY_US, PREFILL_KEY_US = 35 / 2**20, 18 / 2**20
-"""What a token's score of one key and its part of the top-k take, by these times of one layer on an H200, us (vLLM
+"""In vLLM's --additional-config: whether ranks share the steps that `pays` names. By default they share none."""
+DECODE_KEY_US, PREFILL_KEY_US = 30 / 2**20, 19 / 2**20
+"""What a token's score of one key and its part of the top-k take, by these times of one layer on two H200s, us (vLLM
 0.33: DeepGEMM, then its top-k; 64 heads):
 
-| tokens x context | 16 x 32K | 64 x 32K | 16 x 128K | 64 x 128K | prefill 4096 x 32K | 4096 x 128K |
-|---|---|---|---|---|---|---|
-| scores and top-k | 35.6 | 94.9 | 97.1 | 308 | 2325 | 9530 |
+| tokens x context | 64 x 32K | 64 x 128K | 16 x 128K | prefill 8192 x 32K | 8192 x 128K |
+|---|---|---|---|---|---|
+| unshared | 91.7 | 317.9 | 94.9 | 4679 | 21075 |
+| shared | 72.2 | 193.9 | 65.8 | 2665 | 10918 |
 """
 PREFILL_WAVE = 264
 """Tokens that DeepGEMM scores at once in prefill: two per SM. Fewer take as long."""
-EXCHANGE_US, EXCHANGE_ROW_US = 12.0, 0.04
-"""What sharing adds, by the times of NCCL's all-gather of [tokens, 2048] over two H200s in a CUDA graph, us, and 4 us
-for the two kernels around it:
+EXCHANGE_US, EXCHANGE_ROW_US = 9.0, 0.027
+"""What sharing adds for 2048 positions, by the times of take, exchange and place on two H200s, us:
 
-| tokens | 8 | 16 | 64 | 128 | 256 |
-|---|---|---|---|---|---|
-| all-gather | 8.3 | 8.7 | 10.3 | 12.6 | 17.8 |
+| tokens | 8 | 16 | 64 | 128 | 256 | 1024 | 4096 |
+|---|---|---|---|---|---|---|---|
+| all three | 9.0 | 9.2 | 9.8 | 11.5 | 14.6 | 39.2 | 115 |
 """
-HOST_GPUS = 8
-"""Those of one host, at most. Exchanges between hosts were not measured."""
 PIECE = 4096
 """Tokens that are exchanged at once, at most: buffers of 51 MB for two ranks, 2048 positions and 64 heads."""
 
@@ -51,10 +49,8 @@ def asked(vllm_config: "VllmConfig") -> Any:
 
 
 def is_on(vllm_config: "VllmConfig") -> bool:
-    """Whether ranks share selection where it pays, by default those of one host. Each process comes to the same
-    answer."""
-    choice, near = asked(vllm_config), vllm_config.parallel_config.tensor_parallel_size <= HOST_GPUS
-    return bool(near if choice is None else choice) and why_not(vllm_config) is None
+    """Whether ranks share selection where it pays. Each process comes to the same answer."""
+    return asked(vllm_config) is True and why_not(vllm_config) is None
 
 
 def why_not(vllm_config: "VllmConfig") -> str | None:
@@ -71,8 +67,8 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
         return "is not for context parallelism, which divides the keys"
     if parallel.worker_cls not in WORKERS:
         return f"needs vLLM's own worker class, {WORKERS[0]}; got {parallel.worker_cls}"
-    if getattr(parallel, "enable_dbo", False):
-        return "does not run two batches at a time; leave out --enable-dbo"
+    if parallel.use_ubatching:
+        return "does not run two batches at a time; leave out --enable-dbo and --ubatch-size"
     capability = current_platform.get_device_capability()
     if capability is None or capability.major != 9:
         return "is for Hopper's kernels"
@@ -80,6 +76,12 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
         return "knows neither pooled keys nor candidate blocks"
     if not hasattr(text_config, "index_topk"):
         return "is for models with an indexer"
+    if (wrong := wrong_sizes(text_config)) is not None:
+        return wrong
+    draft = getattr(getattr(vllm_config.speculative_config, "draft_model_config", None), "hf_text_config", text_config)
+    sizes = "index_n_heads", "index_topk"
+    if hasattr(draft, "index_topk") and any(getattr(draft, x, None) != getattr(text_config, x) for x in sizes):
+        return "is for draft models whose indexer has the model's index_n_heads and index_topk"
     if vllm_config.attention_config.resolve_indexer_kv_dtype("fp8") != "fp8":
         return "takes keys in FP8 alone; leave out indexer_kv_dtype"
     if (vllm_config.compilation_config.cudagraph_mode or CUDAGraphMode.NONE).mixed_mode() == CUDAGraphMode.FULL:
@@ -87,44 +89,60 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
     return None
 
 
-def pays(decode_keys: float, prefill_keys: float, tokens: int, prefill_tokens: int, ranks: int) -> bool:
+def pays(
+    decode_keys: float,
+    prefill_keys: float,
+    tokens: int,
+    prefill_tokens: int,
+    ranks: int,
+    heads: int = 64,
+    topk: int = 2048,
+) -> bool:
     """Whether a step gets faster.
 
     Args:
         decode_keys, prefill_keys: how many scores are needed.
         tokens, prefill_tokens: for how many tokens, and how many of them are prefill's.
         ranks: how many GPUs share them.
+        heads, topk: of the indexer.
     """
     left = max(1 / ranks, PREFILL_WAVE / max(1, prefill_tokens))
     saved = DECODE_KEY_US * decode_keys * (1 - 1 / ranks) + PREFILL_KEY_US * prefill_keys * max(0, 1 - left)
-    return saved > EXCHANGE_US * -(-tokens // PIECE) + EXCHANGE_ROW_US * tokens
+    row = EXCHANGE_ROW_US * 2 * (1 - 1 / ranks) * topk / 2048
+    return saved * heads / 64 > EXCHANGE_US * -(-tokens // PIECE) + row * tokens
 
 
 # --- who selects for what ---------------------------------------------------------------------------------------------
 
 
-@cache
-def _hands(count: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Snake order: rows that fall in length go to ranks 0, 1, 1, 0, 0, 1, and so on. `[ranks, n]`: which of the `count`
-    rows each rank gets, where the last row fills what is left; `[count]`: where each row lies among `[ranks * n]`."""
-    each = -(-count // ranks)
-    rows = torch.arange(each * ranks).view(each, ranks)
+def snake(most: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows that fall in length go to ranks 0, 1, 1, 0, 0, 1, and so on. Made once, for up to `most` rows.
+
+    Returns:
+        int64 `[rounds, ranks]`: which row each rank gets in a round. `[rounds * ranks]`: each row's rank. Its round.
+    """
+    rows = torch.arange(-(-most // ranks) * ranks, device=device).view(-1, ranks)
     rows[1::2] = rows[1::2].flip(1)
-    places = torch.empty(each * ranks, dtype=torch.int64)
-    places[rows.T.flatten()] = torch.arange(each * ranks)
-    return rows.T.clamp(max=count - 1).contiguous().to(device), places[:count].to(device)
+    flat = rows.flatten()  # in a round, rows of ranks are ranks of rows, too
+    return rows, flat % ranks, flat // ranks
 
 
-def deal(lengths: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+def deal(lengths: Tensor, by: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Shares rows of these lengths, int `[R]`, so that ranks get as many rows, and about as many keys. On the device:
     the host knows neither lengths nor shares, so that a CUDA graph can follow them.
+
+    Args:
+        by: the `snake` of R rows or more.
 
     Returns:
         int64 `[ranks, n]`, the rows of each rank; a row may be there twice. int64 `[R]`, where each row is among them.
     """
-    hands, slots = _hands(len(lengths), ranks, lengths.device)
+    rows, takers, rounds = by
+    count = len(lengths)
+    each = -(-count // rows.shape[1])
+    slots = torch.add(rounds[:count], takers[:count], alpha=each)
     order = lengths.sort(descending=True, stable=True).indices
-    return order[hands], torch.empty_like(slots).scatter_(0, order, slots)
+    return order[rows[:each].T.clamp(max=count - 1)], torch.empty_like(slots).scatter_(0, order, slots)
 
 
 def deal_in_turn(index: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:

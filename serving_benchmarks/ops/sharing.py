@@ -2,6 +2,7 @@
 
 Every GPU has a process and all keys. What is timed is what a layer adds in vLLM with our plugin: DeepGEMM's scores and
 vLLM's top-k for a share of the tokens, and the exchange of positions. It is timed as a CUDA graph on the first GPU.
+Each case is shared, also one that the plugin would not share.
 Metadata is vLLM's; making it, once a step, is not timed.
 """
 

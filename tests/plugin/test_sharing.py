@@ -20,7 +20,7 @@ STEPS = {
     "one request": [([1], [300])],
     "padded for a graph": [([1] * 3 + [0], [300, 17, 20, 0])],
     "one draft": [([2] * 3, [300, 40, 150])],
-    "three drafts": [([4] * 3, [300, 4, 150]), ([4] * 5, [300, 4, 150, 7, 70])],
+    "three drafts": [([4] * 3, [300, 4, 150]), ([4] * 5, [300, 4, 150, 7, 70]), ([1] * 3, [300, 4, 150])],
     "two drafts, flattened": [([3] * 3, [300, 40, 150]), ([1, 3, 2], [40, 300, 2])],
     "prompts": [([60, 1, 40], [60, 1, 40]), ([100], [100])],
     "chunks after prefixes": [([90, 20], [300, 270])],
@@ -33,7 +33,8 @@ DRAFTS = {"one draft": 1, "three drafts": 3, "two drafts, flattened": 2, "mixed"
 
 @given(lengths=st.lists(st.integers(0, 300), min_size=1, max_size=70), ranks=st.integers(2, 8), width=st.integers(1, 4))
 def test_every_row_is_dealt_once_and_shares_are_equal(lengths, ranks, width):
-    dealt, places = sharing.deal(torch.tensor(lengths, dtype=torch.int32), ranks)
+    by = sharing.snake(70, ranks, torch.device("cpu"))
+    dealt, places = sharing.deal(torch.tensor(lengths, dtype=torch.int32), by)
     assert torch.equal(dealt.flatten()[places], torch.arange(len(lengths)))
     mine = torch.zeros(dealt.numel(), dtype=torch.bool).scatter_(0, places, True).view(dealt.shape)
     counts, work = mine.sum(1), (torch.tensor(lengths)[dealt] * mine).sum(1)
@@ -73,10 +74,14 @@ def select_in_shares(rank: int, meeting: str, own: bool, on_gpus: bool) -> None:
     device, longest, exchanges, exchange = group.device, 320 * scale, [], shared_indexer.Room.exchange
     text = SimpleNamespace(index_n_heads=heads, index_topk=topk)
     config = config_with(model=dict(hf_text_config=text), scheduler=dict(max_num_batched_tokens=20))
-    config.additional_config = {sharing.OPTION: True}
     selection.is_on = lambda config: own
     function = gpu_indexer.in_place_of(layer.sparse_attn_indexer) if own else layer.sparse_attn_indexer
-    shared_indexer.install(config)
+    if not on_gpus and not own:
+        near = SimpleNamespace(disabled=False, mnnvl_only=False, fully_connected=True)
+        group.device_communicator = SimpleNamespace(ca_comm=near if rank == 0 else None)
+        shared_indexer.install(config)
+        assert not shared_indexer.is_ours(model.sparse_attn_indexer), "shared, though one rank lacks NVLink"
+    shared_indexer.install(config, forced=True)
     shared = [model.sparse_attn_indexer] if own else [model.sparse_attn_indexer, torch.ops.vllm.sparse_attn_indexer]
     shared_indexer.Room.exchange = lambda *given: exchanges.append(given) or exchange(*given)
     sizes = 128, "ue8m0", topk, 128, longest, 7 * longest
@@ -133,7 +138,7 @@ def gloo(rank: int, meeting: str) -> SimpleNamespace:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=RANKS)
     group = SimpleNamespace(rank_in_group=rank, world_size=RANKS, device_communicator=None, all_gather=all_gather)
-    group.device = torch.device("cpu")
+    group.device, group.cpu_group = torch.device("cpu"), torch.distributed.group.WORLD
     return group
 
 
@@ -146,18 +151,22 @@ def test_two_ranks_choose_what_one_would(own, on_gpus, tmp_path):
     torch.multiprocessing.spawn(select_in_shares, (f"{tmp_path}/meeting", own, on_gpus), nprocs=RANKS)
 
 
-def config_of(asked=None, ranks=2, keys="fp8", graphs="FULL_AND_PIECEWISE", text=None, **parallel):
+def config_of(asked=None, ranks=2, keys="fp8", graphs="FULL_AND_PIECEWISE", text=None, draft=None, **parallel):
     from vllm.config import CUDAGraphMode
 
-    given = dict(tensor_parallel_size=ranks, decode_context_parallel_size=1, worker_cls=selection.WORKERS[0])
+    given = dict(tensor_parallel_size=ranks, decode_context_parallel_size=1, use_ubatching=False)
+    given |= dict(worker_cls=selection.WORKERS[0])
     given = dict(parallel=given | parallel, compilation=dict(cudagraph_mode=CUDAGraphMode[graphs]))
     given |= dict(attention=dict(resolve_indexer_kv_dtype=lambda default: keys))
-    config = config_with(**given, model=dict(hf_text_config=SimpleNamespace(**{"index_topk": 2048} | (text or {}))))
+    sizes = dict(index_topk=2048, index_n_heads=64, index_head_dim=128)
+    config = config_with(**given, model=dict(hf_text_config=SimpleNamespace(**sizes | (text or {}))))
+    drafting = SimpleNamespace(hf_text_config=SimpleNamespace(**sizes | (draft or {})))
+    config.speculative_config = SimpleNamespace(draft_model_config=drafting)
     config.additional_config = {} if asked is None else {sharing.OPTION: asked}
     return config
 
 
-def test_they_share_where_they_can_unless_told_not_to(monkeypatch):
+def test_they_share_where_they_are_told_to_and_can(monkeypatch):
     from vllm.models.deepseek_v32 import attention as model
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
@@ -167,38 +176,59 @@ def test_they_share_where_they_can_unless_told_not_to(monkeypatch):
     impossible += [dict(decode_context_parallel_size=2), dict(prefill_context_parallel_size=2)]
     impossible += [
         dict(worker_cls="another.Worker"),
-        dict(enable_dbo=True),
+        dict(use_ubatching=True),
         dict(text=dict(candidate_source_layer_id=0)),
+        dict(text=dict(index_head_dim=64)),
+        dict(draft=dict(index_n_heads=32)),
     ]
     refuse = lambda *asked, **given: plugin_config._sharing("SPARSE_MLA", config_of(*asked, **given), False)  # noqa: E731
-    assert sharing.is_on(config_of()) and sharing.is_on(config_of(True)) and not sharing.is_on(config_of(False))
-    assert sharing.is_on(config_of(True, ranks=16)) and not sharing.is_on(config_of(ranks=16))
-    said, logger = [], SimpleNamespace(info_once=lambda text, *values: said.append(text % values))
-    monkeypatch.setattr(plugin_config.versions, "logger", lambda: logger)
-    for config in (config_of(), config_of(False)):
-        plugin_config._share(config)
-    assert (
-        len(said) == 1
-        and "among 2 GPUs in steps that get faster" in said[0]
-        and f'"{sharing.OPTION}": false' in said[0]
-    )
+    assert [sharing.is_on(config_of(asked)) for asked in (None, False, True)] == [False, False, True]
     for one in impossible:
-        assert not any(sharing.is_on(config_of(asked, **one)) for asked in (None, True))
+        assert not sharing.is_on(config_of(True, **one))
         assert "each GPU selects for all tokens" in refuse(True, **one) and refuse(**one) is None
     assert refuse() is refuse(True) is refuse(False, ranks=1) is None
     assert all("must be true or false" in refuse(asked) for asked in ("true", 1, {}))
     monkeypatch.setattr(model, "sparse_attn_indexer", lambda hidden_states, fresh: None)
     assert "has other arguments (fresh new" in refuse(True)
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(10, 0))
-    assert not sharing.is_on(config_of())
+    assert not sharing.is_on(config_of(True))
+
+
+def test_pieces_of_decode_fit_steps_of_any_width_and_padding():
+    from vllm.v1.attention.backends.mla import indexer
+
+    from mla_backend.vllm_plugin import shared_indexer
+
+    schedule, table = torch.zeros(9, 2, dtype=torch.int32), torch.zeros(5, 3, dtype=torch.int32)
+    config = config_with(scheduler=dict(max_num_seqs=5), model=dict(max_model_len=2**17))
+    builder = SimpleNamespace(vllm_config=config, decode_threshold=4, compress_ratio=1)
+    builder.scheduler_metadata_buffer = schedule
+    room = SimpleNamespace(ranks=RANKS, tokens=28, decode_tokens=20, heads=64, topk=2048, forced=True)
+    for width, rows in ((4, 5), (1, 9)):  # vLLM's schedule is shorter where requests have 4 tokens
+        lengths = torch.zeros(5, width, dtype=torch.int32)
+        decode = indexer.DeepSeekV32IndexerDecodeMetadata(table, lengths, lengths[:, 0], False, schedule[:rows])
+        step = indexer.DeepseekV32IndexerMetadata(lengths[:, 0], 9, lengths, 5, 5 * width, 0, 0, decode)
+        piece = shared_indexer.decode_piece(builder, step, room)
+        assert piece.step.decode.schedule_metadata.shape == (rows, 2)
+        assert len(piece.rows) == 3 * width == len(piece.step.decode.block_table) * width
+    shares = shared_indexer.Shares(decode=piece, pays=True, pays_in_graphs=True)
+    assert shares.of_call(step, True) == shares.of_call(step, False) == [piece]
+    step.prefill = object()
+    assert shares.of_call(step, True) == [], "a graph's prefill would stay unselected"
+    common = SimpleNamespace(seq_lens_cpu_upper_bound=torch.full((6,), 9))
+    for requests, padded in ((5, 20), (3, 20), (3, 24)):
+        starts = torch.arange(7).clamp(max=requests) * 4
+        common.query_start_loc_cpu, common.num_actual_tokens = starts, padded
+        assert {*shared_indexer.weigh(builder, common, room).values()} == {padded <= room.decode_tokens}
 
 
 def test_steps_are_shared_that_get_faster():
-    def pays(tokens, context, ranks=2, prefill=False):
+    def pays(tokens, context, ranks=2, prefill=False, **sizes):
         keys = tokens * context * 1024
-        return sharing.pays(*((0, keys) if prefill else (keys, 0)), tokens, tokens * prefill, ranks)
+        return sharing.pays(*((0, keys) if prefill else (keys, 0)), tokens, tokens * prefill, ranks, **sizes)
 
     assert all(pays(*step) for step in ((64, 32), (64, 128), (16, 128), (16, 32, 8)))
     assert not any(pays(*step) for step in ((16, 32), (64, 4), (1, 128)))
+    assert pays(20, 32, topk=512) and not any((pays(20, 32, topk=4096), pays(16, 128, heads=16)))
     assert all(pays(*step, prefill=True) for step in ((8192, 32), (8192, 128), (512, 32)))
     assert not any(pays(*step, prefill=True) for step in ((8192, 1), (256, 32)))
