@@ -69,11 +69,11 @@ def replace(path: Path, content: str | bytes) -> None:
 
 
 def text(report: Report) -> str:
-    """JSON with one line for each value, and one line for each list of numbers however long it is."""
-    return _NUMBERS.sub(lambda numbers: " ".join(numbers[0].split()), json.dumps(report, indent=1)) + "\n"
+    """JSON with one line for each value; lists and objects without others in them are values."""
+    return _FLAT.sub(lambda flat: re.sub(r"\n *", " ", flat[0].strip()), json.dumps(report, indent=1)) + "\n"
 
 
-_NUMBERS = re.compile(r'(?<=\[)\n[^][{}"]*(?=\])')  # the inside of a list that has neither text nor other lists in it
+_FLAT = re.compile(r"(?<=[\[{])\n[^][{}]*(?=[\]}])")  # the inside of a list or object that has no others in it
 
 
 # Tables
