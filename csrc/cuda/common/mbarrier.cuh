@@ -76,9 +76,9 @@ __device__ __forceinline__ bool sync_named_or(int barrier, bool vote) {
 }
 
 // fence.proxy.async: makes stores to shared memory visible to wgmma, and orders them before bulk copies to the same
-// place. It covers stores of this thread and of threads
-// whose arrival it has waited for, and wgmmas of this thread and of threads that wait for it. It also waits for the
-// thread's own loads, so a thread with loads in flight leaves it to those who wait for it.
+// place. It covers stores of this thread and of threads whose arrival it has waited for, and wgmmas of this thread and
+// of threads that wait for it. It also waits for the thread's own loads, so a thread with loads in flight leaves it to
+// those who wait for it.
 __device__ __forceinline__ void fence_async_shared() {
   compiler_fence();
   cutlass::arch::fence_view_async_shared();

@@ -319,19 +319,15 @@ struct Filter {
         if (block >= 0) {
           const uint32_t key = key_at(turn), within = key - p.table_index(key) * p.table_index.divisor;
           const uint32_t full = cast_smem_ptr_to_uint(&s.full[stage]);
-          cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(
-              reinterpret_cast<const uint64_t*>(&s.full[stage]), kTileKeys * (kIndexDim + 4));
+          arrive_and_expect(s.full[stage], kTileKeys * (kIndexDim + 4));
           asm volatile(
               "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
               "[%5];" ::"r"(s.keys[stage].address()),
               "l"(&p.keys), "r"(0), "r"(within), "r"(block), "r"(full)
               : "memory");
-          asm volatile(
-              "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                  cast_smem_ptr_to_uint(s.scale[stage])),
-              "l"(p.cache.data + block * p.cache.block_stride + p.cache.block_size * kIndexDim + int64_t{within} * 4),
-              "r"(kTileKeys * 4), "r"(full)
-              : "memory");
+          copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]),
+                    p.cache.data + block * p.cache.block_stride + p.cache.block_size * kIndexDim + int64_t{within} * 4,
+                    kTileKeys * 4, s.full[stage]);
         } else {
           s.full[stage].arrive();
         }

@@ -17,6 +17,7 @@ template <bool kRopeToo>
 struct RoundedQueries {
   uint4 latent[2], rope;
 
+  // As load_head, in half of its instructions: in sparse attention a token has one query, which needs not be found.
   // Zeros if there is no such head.
   __device__ void load(const AttentionProblem& p, int64_t token, int head, bool valid, int lane) {
     latent[0] = latent[1] = rope = {};
