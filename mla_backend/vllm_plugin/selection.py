@@ -55,6 +55,11 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
     capability = current_platform.get_device_capability()
     if capability is not None and capability.major == 10:
         return "does not know the scales of keys on sm_100"
+    return why_not_indexer(vllm_config)
+
+
+def why_not_indexer(vllm_config: "VllmConfig") -> str | None:
+    """Why a model's indexer is not one of scores of FP8 keys alone; None if it is."""
     text_config = vllm_config.model_config.hf_text_config
     if getattr(text_config, "index_kpool", None):
         return "does not take pooled keys"

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mla_backend.index import wrong_sizes
 from mla_backend.vllm_plugin import replacements, versions
-from mla_backend.vllm_plugin.selection import WORKERS
+from mla_backend.vllm_plugin.selection import WORKERS, why_not_indexer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,18 +71,14 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
     capability = current_platform.get_device_capability()
     if capability is None or capability.major != 9:
         return "is for Hopper's kernels"
-    if getattr(text_config, "index_kpool", None) or getattr(text_config, "candidate_source_layer_id", -1) >= 0:
-        return "knows neither pooled keys nor candidate blocks"
     if not hasattr(text_config, "index_topk"):
         return "is for models with an indexer"
-    if (wrong := wrong_sizes(text_config)) is not None:
-        return wrong
+    if (reason := why_not_indexer(vllm_config)) is not None:
+        return reason
     draft = getattr(getattr(vllm_config.speculative_config, "draft_model_config", None), "hf_text_config", text_config)
     sizes = "index_n_heads", "index_topk"
     if hasattr(draft, "index_topk") and any(getattr(draft, x, None) != getattr(text_config, x) for x in sizes):
         return "is for draft models whose indexer has the model's index_n_heads and index_topk"
-    if vllm_config.attention_config.resolve_indexer_kv_dtype("fp8") != "fp8":
-        return "takes keys in FP8 alone; leave out indexer_kv_dtype"
     if (vllm_config.compilation_config.cudagraph_mode or CUDAGraphMode.NONE).mixed_mode() == CUDAGraphMode.FULL:
         return "does not run prefill in full CUDA graphs; leave out cudagraph_mode"
     return None
