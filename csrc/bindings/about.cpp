@@ -145,11 +145,12 @@ MLA_EXPORT void mla_backend_launch([[maybe_unused]] int gpu, [[maybe_unused]] in
 // constants, which are those of GpuCosts in their order; null: the GPU's own. Returns how many there are; `most` are
 // written.
 MLA_EXPORT int mla_backend_weigh(const Gpu* gpu, const double* constants, int64_t tokens, int64_t slots, int heads,
-                                 int format, int most, Launch* launches, double* times) {
+                                 int format, int products, int most, Launch* launches, double* times) {
   GpuCosts costs = costs_of(*gpu);
   constexpr size_t kConstants = sizeof(costs) - offsetof(GpuCosts, memory_kb);
   if (constants) std::memcpy(&costs.memory_kb, constants, kConstants);
-  const AttentionShape shape{tokens, ceil_div(slots, kGpuTileSlots), heads, format_of(format), false, Products::exact};
+  const AttentionShape shape{tokens, ceil_div(slots, kGpuTileSlots), heads, format_of(format),
+                             false,  static_cast<Products>(products)};
   int count = 0;
   for_each_candidate(shape, *gpu, [&](const Launch& launch) {
     if (count < most) launches[count] = launch, times[count] = launch_time(shape, launch, *gpu, costs);

@@ -26,7 +26,7 @@ from torch import Tensor
 import mla_backend
 from mla_backend import library
 from mla_backend.formats import format_number
-from mla_backend.plan import KERNELS, Launch, new_workspace
+from mla_backend.plan import KERNELS, PRODUCTS, Launch, new_workspace
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import batches, kernels, timing
 from serving_benchmarks.ops.peer_kernels import SparseProblem
@@ -38,6 +38,8 @@ TOKENS += (128, 132, 133, 140, 148, 160, 192, 200, 224, 256, 264, 300, 352, 400,
 SLOTS, HEADS = (128, 256, 384, 512, 640, 1024, 1152, 2048, 4096, 8192, 32768), (8, 16, 24, 32, 48, 64, 96, 128)
 MOST_ROWS = 2**21  # that a call reads: larger ones say nothing new
 FORMATS = {"fp8_ds_mla": 4, "bf16": 2, "fp8_model1": 1, "fp8_tensor_576": 1}  # how often a format is drawn
+GROUPS, ENDS = ("gpu", "swap_ab_8", "swap_ab_16", "swap_ab_32", "m64", "m64_fp8"), (3, 15, 27, 39, 51)
+"""The model's constants, in their order: the GPU's, then each kernel's."""
 WORTH_TIMING, WORTH_KEEPING = 1.6, 1.25
 """Launches whose time, by the model or measured, is at most so many times that of the best."""
 MOST_CANDIDATES = 128
@@ -48,6 +50,7 @@ class Size(NamedTuple):
     heads: int
     slots: int
     tokens: int
+    products: str
 
 
 class Model:
@@ -66,6 +69,7 @@ class Model:
             ctypes.c_int64(size.slots),
             size.heads,
             format_number(size.format, "format"),
+            PRODUCTS.index(size.products),
         )
         count = library.weigh(ctypes.byref(self.gpu), given, *numbers, MOST_CANDIDATES, self._launches, self._times)
         return np.array(self._times[:count])
@@ -75,13 +79,14 @@ class Model:
         return [Launch(KERNELS[kernel], *more) for kernel, *more in self._launches[: len(self.weigh(size))]]
 
 
-def random_sizes(count: int, seed: int = 0) -> list[Size]:
-    """So many different sizes."""
+def random_sizes(count: int, seed: int = 0, products: str = "exact") -> list[Size]:
+    """So many different sizes. Those of FP8 products are those that m64_fp8 takes."""
     draw, found = random.Random(seed), {}
     while len(found) < count:
         fmt = draw.choices(list(FORMATS), list(FORMATS.values()))[0]
-        size = Size(fmt, draw.choice(HEADS), draw.choice(SLOTS), draw.choice(TOKENS))
-        if size.slots * size.tokens <= MOST_ROWS:
+        size = Size(fmt, draw.choice(HEADS), draw.choice(SLOTS), draw.choice(TOKENS), products)
+        fp8 = size.heads > 32 and size.slots <= 2048 and fmt in ("fp8_ds_mla", "fp8_tensor_576")
+        if size.slots * size.tokens <= MOST_ROWS and (fp8 or products == "exact"):
             found[size] = None
     return list(found)
 
@@ -101,12 +106,12 @@ class Timer:
 
     def calls(self, size: Size, launch: Launch) -> list[timing.Call]:
         """A call on each set of queries and lists."""
-        name, heads, slots, tokens = size
+        name, heads, slots, tokens, products = size
         rows = mla_backend.FORMATS[name]
         plan = mla_backend.plan(tokens, slots, launch=launch, device="cuda")
         how = {"cache": self.caches[name, batches.BLOCK], "plan": plan}
         how["workspace"] = new_workspace(launch.ctas, heads, torch.device("cuda"))
-        more = {"cache_format": name, "cache_scale": kernels.SCALES.get(name, 1.0)}
+        more = {"cache_format": name, "cache_scale": kernels.SCALES.get(name, 1.0), "products": products}
         counts = torch.full((tokens,), slots, dtype=torch.int32, device="cuda")
 
         def call(q: Tensor, lists: Tensor) -> timing.Call:
@@ -139,7 +144,7 @@ def measure(options: argparse.Namespace) -> int:
     gpu = library.describe_gpu(torch.cuda.current_device())
     model, timer, began = Model(gpu), Timer(), time.monotonic()
     lines = []
-    for number, size in enumerate(random_sizes(options.sizes, options.seed), 1):
+    for number, size in enumerate(random_sizes(options.sizes, options.seed, options.products), 1):
         if time.monotonic() - began > options.limit_s:
             break
         candidates, us = model.launches(size), model.weigh(size)
@@ -161,8 +166,8 @@ class Timings:
         self.name, self.gpu = lines[0][2:], json.loads(lines[1][2:])
         self.model = Model(self.gpu)
         taken: dict[Size, dict[Launch, float]] = {}
-        for fmt, heads, slots, tokens, kernel, *numbers, us in csv.reader(lines[3:]):
-            size = Size(fmt, int(heads), int(slots), int(tokens))
+        for fmt, heads, slots, tokens, products, kernel, *numbers, us in csv.reader(lines[3:]):
+            size = Size(fmt, int(heads), int(slots), int(tokens), products)
             taken.setdefault(size, {})[Launch(kernel, *map(int, numbers))] = float(us)
         self.measured: dict[Size, np.ndarray] = {}
         """NaN: a candidate that was not timed, or that was much slower than the best."""
@@ -192,13 +197,15 @@ class Timings:
         return total / len(self.measured)
 
 
-def fit(timings: Timings, start: np.ndarray, passes: int) -> np.ndarray:
-    """Coordinate search: each constant in turn is moved by a share that shrinks."""
+def fit(timings: Timings, start: np.ndarray, passes: int, kernels: Sequence[str] = GROUPS) -> np.ndarray:
+    """Coordinate search: each constant in turn, of those of `kernels`, is moved by a share that shrinks."""
+    groups = dict(zip(GROUPS, np.split(np.arange(len(start)), ENDS), strict=True))
+    moving = np.concatenate([groups[name] for name in kernels])
     best, least = start.copy(), timings.loss(start)
     for step in track([0.3, 0.15, 0.08, 0.04, 0.02], description=timings.name):
         for _ in range(passes):
             before = least
-            for i in range(len(best)):
+            for i in moving:
                 for factor in (1 + step, 1 / (1 + step)):
                     moved = best.copy()
                     moved[i] *= factor
@@ -211,7 +218,7 @@ def fit(timings: Timings, start: np.ndarray, passes: int) -> np.ndarray:
 
 def as_entry(timings: Timings, constants: np.ndarray) -> str:
     """The GPU's entry in the table."""
-    of_gpu, *of_kernels = np.split(constants, [3, 15, 27, 39])
+    of_gpu, *of_kernels = np.split(constants, ENDS)
     numbers = [", ".join(f"{n:.4g}" for n in group) for group in (of_gpu, *of_kernels)]
     lines = [f'{{"{timings.name}", {timings.gpu["clock_ghz"]:.3f}, {timings.gpu["memory_tbs"]:.3f}, {numbers[0]},']
     return "    " + ",\n     ".join([lines[0].rstrip(","), *(f"{{{kernel}}}" for kernel in numbers[1:])]) + "},\n"
@@ -234,7 +241,7 @@ def fit_files(options: argparse.Namespace) -> int:
     for path in options.files:
         timings = Timings(path)
         known = constants_in(CONSTANTS.read_text())
-        fitted = fit(timings, known.get(timings.name, next(iter(known.values()))), options.passes)
+        fitted = fit(timings, known.get(timings.name, next(iter(known.values()))), options.passes, options.kernels)
         print(f"{timings.name}: {summary(timings.regrets(fitted))}")
         entries.append(as_entry(timings, fitted))
     if options.write:
@@ -247,6 +254,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="timings to fit the constants to")
     parser.add_argument("--write", action="store_true", help="write the fitted constants")
     parser.add_argument("--passes", type=opt.count, default=3, metavar="N", help="of the fit; default: %(default)s")
+    opt.add_list(parser, "--kernels", opt.one_of(GROUPS), "whose constants are fitted", ",".join(GROUPS))
+    told = "of the sizes that are timed; default: %(default)s"
+    parser.add_argument("--products", choices=PRODUCTS, default="exact", help=told)
     told = "that are timed; default: %(default)s"
     parser.add_argument("--sizes", type=opt.count, default=600, metavar="N", help=told)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of sizes; default: %(default)s")

@@ -69,8 +69,16 @@ def replace(path: Path, content: str | bytes) -> None:
 
 
 def text(report: Report) -> str:
-    """JSON with one line for each value; lists and objects without others in them are values."""
-    return _FLAT.sub(lambda flat: re.sub(r"\n *", " ", flat[0].strip()), json.dumps(report, indent=1)) + "\n"
+    """JSON with one line for each value; flat lists and objects are values. Floats have six digits."""
+    return _FLAT.sub(lambda flat: re.sub(r"\n *", " ", flat[0].strip()), json.dumps(_rounded(report), indent=1)) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 _FLAT = re.compile(r"(?<=[\[{])\n[^][{}]*(?=[\]}])")  # the inside of a list or object that has no others in it

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import result_examples
 from serving_benchmarks.results import file, kinds, runs
 
 pytestmark = pytest.mark.skipif(not result_examples.path("kernels").is_file(), reason="needs the source tree")
+SIX_DIGITS = st.floats(allow_nan=False, allow_infinity=False).map(lambda value: float(f"{value:.6g}"))
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none() | st.booleans() | st.integers() | SIX_DIGITS.filter(math.isfinite) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
 

@@ -36,6 +36,7 @@ inline const GpuCosts& costs_of(const Gpu& gpu) {
 
 inline const KernelCosts& costs_of(const GpuCosts& gpu, const Launch& launch) {
   if (launch.kernel == Kernel::m64) return gpu.m64;
+  if (launch.kernel == Kernel::m64_fp8) return gpu.m64_fp8;
   return launch.heads_per_cta == 8 ? gpu.swap_ab_8 : launch.heads_per_cta == 16 ? gpu.swap_ab_16 : gpu.swap_ab_32;
 }
 
@@ -91,6 +92,14 @@ inline double launch_time(const AttentionShape& shape, const Launch& launch, con
   return costs.begin * waves + longer * std::cbrt(std::sqrt(1 + std::pow(ratio, 6))) + combine;
 }
 
+// FP8 products have a kernel for more than 32 heads and rows of 576 numbers, which takes the place of m64. Its
+// outputs' accumulators keep 13 to 14 bits as they grow, so it takes no longer lists than DeepSeek-V3.2's.
+constexpr int64_t kMostFp8Slots = 2048;
+inline Kernel m64_kernel(Products products, const CacheFormat& format, int32_t heads, int64_t slots) {
+  const bool suits = heads > 32 && format.quantised() && format.head_dim() == 576 && slots <= kMostFp8Slots;
+  return products == Products::fp8 && suits ? Kernel::m64_fp8 : Kernel::m64;
+}
+
 // CTAs of a cluster that is not made for a token's splits: the most that CUDA promises of every GPU.
 constexpr int kUsualCluster = 8;
 
@@ -135,15 +144,8 @@ void for_each_candidate(const AttentionShape& shape, const Gpu& gpu, Use use) {
     if (shape.heads > 8) of_kernel(Kernel::swap_ab, 16);
     if (shape.heads > 16 && tile == TileType::scaled_576) of_kernel(Kernel::swap_ab, 32);
   }
-  if (shape.heads > 16 || tile == TileType::staged_576) of_kernel(Kernel::m64, 64);
-}
-
-// FP8 products have a kernel for more than 32 heads and rows of 576 numbers, which takes the launches of m64. Its
-// outputs' accumulators keep 13 to 14 bits as they grow, so it takes no longer lists than DeepSeek-V3.2's.
-constexpr int64_t kMostFp8Slots = 2048;
-inline Kernel m64_kernel(Products products, const CacheFormat& format, int32_t heads, int64_t slots) {
-  const bool suits = heads > 32 && format.quantised() && format.head_dim() == 576 && slots <= kMostFp8Slots;
-  return products == Products::fp8 && suits ? Kernel::m64_fp8 : Kernel::m64;
+  if (shape.heads > 16 || tile == TileType::staged_576)
+    of_kernel(m64_kernel(shape.products, shape.format, shape.heads, shape.tiles * kGpuTileSlots), 64);
 }
 
 inline Launch choose_launch(const AttentionShape& given, const Gpu& gpu) {
@@ -168,8 +170,6 @@ inline Launch choose_launch(const AttentionShape& given, const Gpu& gpu) {
     if (time < least) least = time, best = launch;
   });
   if (any) best.rounds = 0;
-  if (best.kernel == Kernel::m64)
-    best.kernel = m64_kernel(given.products, given.format, given.heads, shape.tiles * kGpuTileSlots);
   return best;
 }
 
