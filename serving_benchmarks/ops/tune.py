@@ -40,7 +40,7 @@ MOST_ROWS = 2**21  # that a call reads: larger ones say nothing new
 FORMATS = {"fp8_ds_mla": 4, "bf16": 2, "fp8_model1": 1, "fp8_tensor_576": 1}  # how often a format is drawn
 GROUPS, ENDS = ("gpu", "swap_ab_8", "swap_ab_16", "swap_ab_32", "m64", "m64_fp8"), (3, 15, 27, 39, 51)
 """The model's constants, in their order: the GPU's, then each kernel's."""
-WORTH_TIMING, WORTH_KEEPING = 1.6, 1.25
+WORTH_TIMING, WORTH_KEEPING = 1.6, 1.15
 """Launches whose time, by the model or measured, is at most so many times that of the best."""
 MOST_CANDIDATES = 128
 

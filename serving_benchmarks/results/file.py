@@ -69,7 +69,7 @@ def replace(path: Path, content: str | bytes) -> None:
 
 
 def text(report: Report) -> str:
-    """JSON with one line for each value; flat lists and objects are values. Floats have six digits."""
+    """JSON with one line for each value; flat lists and objects are values. Floats have eight digits."""
     return _FLAT.sub(lambda flat: re.sub(r"\n *", " ", flat[0].strip()), json.dumps(_rounded(report), indent=1)) + "\n"
 
 
@@ -78,7 +78,7 @@ def _rounded(value: Any) -> Any:
         return {key: _rounded(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(one) for one in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    return float(f"{value:.8g}") if isinstance(value, float) else value
 
 
 _FLAT = re.compile(r"(?<=[\[{])\n[^][{}]*(?=[\]}])")  # the inside of a list or object that has no others in it

@@ -132,8 +132,9 @@ _CHECKPOINT = has(FAILED_WAY, engine=str, cache=str, gpus=Count, asked=Count, ri
 _OFFLINE_TABLES = {"throughput": tables.whole_models, "throughput_versus": tables.throughput_versus}
 _OFFLINE_TABLES |= {"throughput_profiles": tables.throughput_profiles}
 _SERVE_TABLES = {"serve": tables.whole_models, "serve_versus": tables.throughput_versus}
+_KERNEL_TABLES = {"kernels": tables.kernels, "fp8_products": tables.fp8_products}
 _KINDS = (
-    Kind("kernels", "Sparse attention on a GPU", _KERNELS, {"kernels": tables.kernels}),
+    Kind("kernels", "Sparse attention on a GPU", _KERNELS, _KERNEL_TABLES),
     Kind("rows", "Sparse attention on other rows, on a GPU", _ROWS, {"rows": tables.rows}),
     Kind("dense", "Dense decode on a GPU", has(PLANNED, case=has(CASE, batch=str)), {"dense": tables.dense}),
     Kind("backward", "The backward of sparse attention on a GPU", _BACKWARD, {"backward": tables.backward}),

@@ -116,6 +116,21 @@ def kernels(report: Report) -> str:
     return page([*headings, *["between GEMMs"] * situ], rows, note)
 
 
+def fp8_products(report: Report) -> str:
+    """Exact and FP8 products of each case, versus the best baseline and versus the one that rounds as they do."""
+    headings = ["batch", "heads", "topk", "cache", "exact", "FP8 products", "best BF16 baseline", "SGLang Q8KV8"]
+    headings += ["BF16 over exact", "BF16 over FP8 products", "Q8KV8 over FP8 products"]
+    rows = []
+    for result in (one for one in ran(report) if "ours_fp8" in one["seconds"] and one["best_peer"]):
+        times = {name: timing["median"] for name, timing in result["seconds"].items()}
+        best, rounds = times[result["best_peer"]], times.get("q8kv8", math.nan)
+        cells = times["ours"], times["ours_fp8"], best, rounds
+        ratios = best / times["ours"], best / times["ours_fp8"], rounds / times["ours_fp8"]
+        row = [str(result["case"][name]) for name in ("batch", "heads", "topk", "format")]
+        rows.append([*row, *map(microseconds, cells), *(f"{ratio:.2f}" for ratio in ratios)])
+    return page(headings, rows, _kernels_measured(report))
+
+
 def dense(report: Report) -> str:
     """Every case, with the time of every peer."""
     results = ran(report)

@@ -15,9 +15,9 @@ import result_examples
 from serving_benchmarks.results import file, kinds, runs
 
 pytestmark = pytest.mark.skipif(not result_examples.path("kernels").is_file(), reason="needs the source tree")
-SIX_DIGITS = st.floats(allow_nan=False, allow_infinity=False).map(lambda value: float(f"{value:.6g}"))
+EIGHT_DIGITS = st.floats(allow_nan=False, allow_infinity=False).map(lambda value: float(f"{value:.8g}"))
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | SIX_DIGITS.filter(math.isfinite) | st.text(),
+    st.none() | st.booleans() | st.integers() | EIGHT_DIGITS.filter(math.isfinite) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
 
