@@ -33,6 +33,8 @@ LIKE["deepseek-v3"]["model_type"] = "deepseek_v3"
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 """How the released weights are stored."""
 SHARD_BYTES = 2 * 10**9
+NO_WEIGHTS = ("glm-5.2", "glm-5.3-flash", "hy-v4", "deepseek-v4", "deepseek-v4.1")
+"""Models that get a config.json alone, for `--random-weights`: the engine, whose tensors are written, has none."""
 KEYS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "experts": "n_routed_experts"}
 KEYS |= {"dense_layers": "first_k_dense_replace"}
 KEYS |= {name: name for name in ("model_type", "hidden_size", "index_topk", "vocab_size", "random_weights_seed")}
@@ -58,8 +60,39 @@ def config(
     given |= {"num_experts_per_tok": min(8, max(1, experts // 4)), **changes}
     if given["model_type"] == "deepseek_v3":
         given = {key: value for key, value in given.items() if not key.startswith("index_")}
+    given |= layers_of(given["model_type"], layers, min(dense_layers, layers))
     heads = given["num_attention_heads"] if heads is None else heads
     return {**given, "num_attention_heads": heads, "num_key_value_heads": heads}
+
+
+def layers_of(model_type: str, layers: int, dense_layers: int) -> dict[str, Any]:
+    """What config.json says of each layer, in models whose layers are of several kinds. Attention is sparse in all."""
+    if model_type in ("hy_v4", "glm5_next_text"):
+        found = {"mlp_layer_types": ["dense"] * dense_layers + ["sparse"] * (layers - dense_layers)}
+        return {**found, "layer_types": ["deepseek_sparse_attention"] * layers}
+    if model_type == "deepseek_v4":  # experts by the token, so that rounding changes none
+        return {"compress_ratios": [(0, 4, 128, 4)[layer % 4] for layer in range(layers)], "num_hash_layers": layers}
+    if model_type == "deepseek_v41":  # a window alone; layers that share keys of pairs; others, keys of single tokens
+        half = max(2, layers // 2)
+        sources = {"kv_source_layer_ids": [1, half], "index_source_layer_ids": [1, half, half + 1]}
+        ratios = [0, *[2] * (half - 1), *[1] * (layers - half)]
+        return {"compress_ratios": ratios, **sources, "candidate_source_layer_id": half}
+    return {}
+
+
+def draw(tensor: Tensor, name: str, seed: int) -> None:
+    """Fills a tensor with random numbers that depend on the seed, its name, shape and device alone. Sinks and matrices
+    have the magnitude of trained ones, norms and scales are 1, biases 0, and whole numbers stay in their range."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    if not tensor.is_floating_point():
+        tensor.random_(0, int(tensor.max()) + 1, generator=generator)
+    elif tensor.dim() < 2 and "sink" not in name:
+        tensor.fill_(0.0 if name.endswith(("bias", "base")) else 1.0)
+    else:
+        length = tensor.shape[-1] if tensor.dim() > 1 else 1
+        for some in tensor.view(-1, length).split(max(1, 2**24 // length)):
+            some.copy_(torch.randn(some.shape, generator=generator, device=tensor.device) * length**-0.5)
 
 
 @dataclass(frozen=True)
@@ -75,15 +108,8 @@ class TensorPlan:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def draw(self, seed: int) -> Tensor:
-        """Random numbers that depend on the seed, the name and the shape, not on what was drawn before."""
-        if len(self.shape) == 1:
-            return torch.full(self.shape, 0.0 if self.name.endswith("bias") else 1.0, dtype=self.dtype)
-        digest = hashlib.blake2b(f"{seed} {self.name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        rows, length = self.shape
         drawn = torch.empty(self.shape, dtype=self.dtype)
-        for some in drawn.split(max(1, 2**24 // length)):
-            some.copy_(torch.randn(some.shape, generator=generator) * length**-0.5)
+        draw(drawn, self.name, seed)
         return drawn
 
 
@@ -117,7 +143,7 @@ def tensors(config: dict[str, Any]) -> list[TensorPlan]:
 
 def write(folder: Path, config: dict[str, Any], *, seed: int | None = 0, shard_bytes: int = SHARD_BYTES) -> int:
     """Writes a checkpoint with random weights, file by file, each small enough for memory. Returns their bytes. Without
-    a seed it writes no weights: vLLM's `--load-format dummy` makes its own, stored as the released ones are."""
+    a seed it writes no weights: vLLM draws its own."""
     from safetensors.torch import save_file
 
     if (folder / "config.json").exists():
@@ -144,7 +170,7 @@ def write(folder: Path, config: dict[str, Any], *, seed: int | None = 0, shard_b
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     write_tokenizer(folder, config["vocab_size"])
-    written = {**config, **({"quantization_config": FP8} if seed is None else {"random_weights_seed": seed})}
+    written = {**config, **({} if seed is None else {"random_weights_seed": seed})}
     (folder / "config.json").write_text(json.dumps(written, indent=1))  # last, as it makes the folder a checkpoint
     return total
 
@@ -163,7 +189,8 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="for the checkpoint")
-    parser.add_argument("--like", choices=LIKE, required=True, help="the real model")
+    told = f"the real model; {', '.join(NO_WEIGHTS)} get a config.json alone, for --random-weights"
+    parser.add_argument("--like", choices=LIKE, required=True, help=told)
     parser.add_argument("--layers", type=types.count, default=4, help="default: %(default)s")
     told = "first layers without experts; default: %(default)s"
     parser.add_argument("--dense-layers", type=types.whole(0), default=1, help=told)
@@ -180,9 +207,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     shape = {name: getattr(options, name) for name in ("layers", "dense_layers", "heads", "experts")}
     wanted = config(options.like, **shape, **({"vocab_size": options.vocab_size} if options.vocab_size else {}))
+    seed = None if options.like in NO_WEIGHTS else options.seed
+    wanted |= {"quantization_config": FP8} if options.seed is None and options.like not in NO_WEIGHTS else {}
     try:
         with Console(stderr=True, highlight=False).status(f"writing {options.output}"):
-            total = write(options.output, wanted, seed=options.seed)
+            total = write(options.output, wanted, seed=seed)
     except (OSError, ImportError, ValueError) as error:
         raise types.Refused(re.sub("^folder ", "--output ", str(error))) from None
     counts = ", ".join(f"{wanted[KEYS[name]]} {name}" for name in ("layers", "heads", "experts"))

@@ -61,6 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=types.count, metavar="N", help="tokens of a prompt; default: 1000, or 4096")
     parser.add_argument("--output-len", type=types.count, default=24, metavar="N", help="default: %(default)s")
     parser.add_argument("--limit", type=types.positive, default=600.0, metavar="S", help="for a way; default: 600")
+    common.add_engine_args(parser)
     common.add_results(parser)
 
 
@@ -110,11 +111,13 @@ def arguments_of(way: Way, options: argparse.Namespace, asked: Questions) -> dic
     cache = {} if asked.right is None else {"kv_cache_memory_bytes": CACHE_BYTES}
     if way.engine == "embedded":
         return {**given, "kv_cache": way.cache, **({"memory": CACHE_BYTES} if cache else {})}
-    given |= {"attention_backend": way.backend, "kv_cache_dtype": {"fp8": "fp8", "bf16": "auto"}[way.cache], **cache}
+    name, own_cache, option = common.parts_of(way.backend)
+    given |= {"attention_backend": name, "kv_cache_dtype": {"fp8": "fp8", "bf16": "auto"}[way.cache], **cache}
     given |= {"max_num_seqs": 64, "enforce_eager": way.eager, "tensor_parallel_size": way.gpus}
     given["decode_context_parallel_size"] = way.gpus if way.context_parallel else 1
     given["enable_prefix_caching"] = asked.right is not None  # random prompts come twice, to be computed twice
-    return {**given, **({"speculative_config": common.speculative(way.drafts)} if way.drafts else {})}
+    drafting = {"speculative_config": common.speculative(way.drafts)} if way.drafts else {}
+    return common.with_option({**given, **drafting, **own_cache, **common.engine_args(options)}, option)
 
 
 def ask(name: str, spec: dict[str, Any], limit: float, logs: Path, stages: Stages) -> dict[str, Any]:

@@ -93,6 +93,26 @@ def add_loads(parser: argparse.ArgumentParser, *, num_prompts: int, warmup: str)
     parser.add_argument("--warmup", action=argparse.BooleanOptionalAction, default=True, help=told)
 
 
+def add_engine_args(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """`--engine-args`, and `--random-weights`, which adds to them."""
+    told = 'any others: {"block_size": 64}'
+    parser.add_argument("--engine-args", type=types.json_object, default={}, metavar="JSON", help=told)
+    told = "vLLM draws the weights by their names, for folders of `models` without weights"
+    parser.add_argument("--random-weights", type=types.whole(0), metavar="SEED", help=told)
+
+
+def engine_args(options: argparse.Namespace) -> dict[str, Any]:
+    """What `add_engine_args` added."""
+    seed = options.random_weights
+    return {**({} if seed is None else random_weights(seed)), **options.engine_args}
+
+
+def random_weights(seed: int) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for `random_weights.py`."""
+    own = {"load_format": "mla_random", "model_loader_extra_config": {"seed": seed}}
+    return {**own, "worker_extension_cls": "serving_benchmarks.run.random_weights.RandomWeightsWorker"}
+
+
 def add_results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logs", type=types.new_folder, metavar="FOLDER", help="keep what the processes print")
     types.add_output(parser)
@@ -113,14 +133,14 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensor-parallel-size", type=types.count, default=1, metavar="N", help="default: %(default)s")
     told = "CUDA graphs of decode steps without compiling the model"
     group.add_argument("--no-compile", action="store_true", help=told)
-    told = 'any others: {"block_size": 64}'
-    group.add_argument("--engine-args", type=types.json_object, default={}, metavar="JSON", help=told)
+    add_engine_args(group)
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options by name, for a result file. A step has room for the most requests in flight."""
-    names = ("engine", *SAME_NAME, "prefix_caching", "drafts", "no_compile", "engine_args")
+    names = ("engine", *SAME_NAME, "prefix_caching", "drafts", "no_compile")
     given = {name: getattr(options, name, None) for name in names}
+    given["engine_args"] = engine_args(options)
     return {**given, "max_num_seqs": max(in_flight or 0 for _, in_flight in options.loads) or None}
 
 
@@ -149,16 +169,23 @@ def size_cpu_cache(
 def engine_arguments(settings: dict[str, Any], backend: str) -> dict[str, Any]:
     """The arguments of `vllm.LLM` or `sglang.Engine`. A backend may be NAME:CACHE, with a kv_cache_dtype of its own, or
     NAME:CACHE:OPTION=VALUE, with an option of vLLM's --additional-config, too."""
-    backend, cache, option = [*backend.split(":"), "", ""][:3]
-    given = {name: value for name, value in settings.items() if value is not None}
-    given |= {"kv_cache_dtype": cache} if cache else {}
+    name, cache, option = parts_of(backend)
+    given = {name: value for name, value in settings.items() if value is not None} | cache
     made = {"vllm": vllm_arguments, "sglang": sglang_engine.arguments}[settings["engine"]](given)
-    made |= {"attention_backend": backend, **settings["engine_args"]}
-    if option:
-        name, value = option.split("=")
-        own = {name: {"true": True, "false": False}.get(value, value)}
-        made["additional_config"] = {**made.get("additional_config", {}), **own}
-    return made
+    return with_option({**made, "attention_backend": name, **settings["engine_args"]}, option)
+
+
+def parts_of(backend: str) -> tuple[str, dict[str, str], dict[str, Any]]:
+    """A backend's name, its `kv_cache_dtype` and its option, where it says them."""
+    name, cache, option = [*backend.split(":"), "", ""][:3]
+    key, _, value = option.partition("=")
+    own = {key: {"true": True, "false": False}.get(value, value)} if option else {}
+    return name, {"kv_cache_dtype": cache} if cache else {}, own
+
+
+def with_option(made: dict[str, Any], option: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `vllm.LLM`, with an option of a backend."""
+    return {**made, "additional_config": {**made.get("additional_config", {}), **option}} if option else made
 
 
 def vllm_arguments(given: dict[str, Any]) -> dict[str, Any]:

@@ -52,3 +52,17 @@ def test_the_server_with_dummy_weights_answers_vllms_client(tmp_path):
     for result, (length, new) in zip(found.results, ((100, 8), (40, 4)), strict=True):
         assert result["failed"] == 0 and len(result["rounds_s"]) == 2
         assert (result["total_input_tokens"], result["total_output_tokens"]) == (8 * length, 8 * new)
+
+
+def test_each_engine_draws_the_same_weights(tmp_path):
+    """HY V4's, which no other program writes."""
+    output, model = tmp_path / "out.json", tmp_path / "model"
+    models.write(model, models.config("hy-v4", layers=4, heads=4, dense_layers=3, **NARROW), seed=None)
+    args = {"kv_cache_memory_bytes": 1 << 27, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    how = ["--random-weights", 1, "--engine-args", json.dumps(args), "--output", output]
+    lengths = ["--num-prompts", 4, "--input-len", 200, "--output-len", 8]
+    backends = ["--ways", "vllm", "--backend", "SPARSE_MLA:fp8,SPARSE_MLA"]
+    done = in_python("-m", "serving_benchmarks", "checkpoint", "--model", model, *backends, *lengths, *how)
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = json.loads(output.read_text())["results"]
+    assert first["finite"] and second["logprob_difference_max"] == 0
