@@ -65,4 +65,4 @@ def test_each_engine_draws_the_same_weights(tmp_path):
     done = in_python("-m", "serving_benchmarks", "checkpoint", "--model", model, *backends, *lengths, *how)
     assert done.returncode == 0, done.stderr[-4000:]
     first, second = json.loads(output.read_text())["results"]
-    assert first["finite"] and second["logprob_difference_max"] == 0
+    assert first["finite"] and second["logprob_difference_max"] < 1e-3  # other weights: 1, about
