@@ -1,6 +1,7 @@
 """With rows on the host a step attends to what it would attend to without: the layers' own code, over a simulation of
 vLLM's index groups. And what can't be is refused before weights are loaded."""
 
+import sys
 from random import Random
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from mla_backend import reference
 from mla_backend.vllm_plugin import host_tier
 from mla_backend.vllm_plugin.step import SparseStep, StepBatch, StepBuffers
 from problems import assert_accurate, random_cache
-from tests.plugin.test_backend import HEADS, SCALE, layer_of
+from tests.plugin.test_backend import HEADS, SCALE, layer_of, made_builder
 from vllm_models import config_with
 
 TOPK, BLOCK_SIZE, LAYERS, QUERIES = 12, 8, 3, 2
@@ -33,7 +34,7 @@ def pick(random: Random, length: int, query: int, gaps: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fmt", ["fp8_ds_mla", "bf16"])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**31), captured=st.sampled_from([0, 64]), gaps=st.booleans())
 def test_answers_are_those_of_a_cache_that_is_all_on_the_gpu(backend, fmt, seed, captured, gaps):
     random, sample = Random(seed), random_cache(fmt, 64, BLOCK_SIZE).flatten(0, 1)
@@ -129,3 +130,28 @@ def test_other_models_and_another_hisparse_are_refused(monkeypatch):
     assert "Install vllm 0.33, or leave out" in host_tier.why_not(here)
     here.attention_config.hisparse_config = None
     assert host_tier.why_not(here) is None
+
+
+def test_a_layer_takes_vllms_index_group_and_its_plan_of_what_comes_from_the_host(backend, monkeypatch):
+    """vLLM makes that plan only for layers that might attend densely."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+
+    whole = VllmConfig(device_config=DeviceConfig("cpu"))
+    whole.attention_config.hisparse_config = object()
+    whole.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(index_topk=TOPK))
+    module = sys.modules[backend.LayerBase.__module__]
+    monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
+    sizes = dict(q_lora_rank=24, kv_lora_rank=512, qk_nope_head_dim=16, qk_rope_head_dim=64, qk_head_dim=80)
+    builder = SimpleNamespace(register_layer=lambda *args, **kwargs: ("group", 2))
+    for width in (TOPK, TOPK + 3):
+        picked = torch.empty(7, width, dtype=torch.int32)
+        with set_current_vllm_config(whole):
+            given = dict(sizes, v_head_dim=16, kv_b_proj=None, topk_indices_buffer=picked, index_group_builder=builder)
+            layer = backend.SparseMLALayer(HEADS, 576, SCALE, 1, None, None, "auto", None, "decoder", None, **given)
+        assert layer.host_tier == ("group", 2, width > TOPK) and layer.supports_dense_mha_prefill
+        assert not layer.splits_prompts, "as on every CPU"
+
+
+def test_a_builder_without_such_a_plan_refuses(backend, monkeypatch):
+    with pytest.raises(ValueError, match="HiSparse needs one of vLLM's backends for MLA prefill.* Leave out"):
+        made_builder(backend, monkeypatch, hisparse=object())
