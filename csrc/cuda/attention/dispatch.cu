@@ -80,6 +80,7 @@ bool suits_hopper_kernels(const AttentionProblem& p) {
 
 AttentionProblem in_units(AttentionProblem p) {
   p.row_unit = row_unit(p);
+  p.odd_unit = p.row_unit / 16 & 1;
   for (SlotList& list : p.lists)
     list.row_units = static_cast<uint32_t>(list.cache.row_stride / p.row_unit),
     list.block_units = static_cast<uint32_t>(list.cache.block_stride / p.row_unit);

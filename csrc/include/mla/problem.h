@@ -99,6 +99,7 @@ struct AttentionProblem {
       lists[2];  // the main one and, where there is a second cache, the extra one; of one head_dim, f16 both or none
   int32_t list_count;
   uint32_t row_unit;  // bytes that divide the strides of all caches. Set where Hopper kernels are launched
+  uint32_t odd_unit;  // 1 where that is an odd multiple of 16, else 0
 
   uint16_t* out;  // [tokens, heads, 512]
   RowStrides out_strides;

@@ -508,10 +508,8 @@ struct RawRowLoader {
     auto fp8 = reinterpret_cast<uint64_t>(cache + kPieceBytes * lane),
          rope = reinterpret_cast<uint64_t>(cache + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8));
     hide(fp8), hide(rope);  // or the compiler adds up each of them again for every row
-    // whether the cache, and a unit, are an odd multiple of 16 bytes
-    const uint32_t odd_cache = reinterpret_cast<uint64_t>(cache) / kPieceBytes & 1,
-                   odd_unit = p.row_unit / kPieceBytes & 1;
-    const auto odd = [&](uint32_t row) { return (row & odd_unit) ^ odd_cache; };
+    const uint32_t odd_cache = reinterpret_cast<uint64_t>(cache) / kPieceBytes & 1;
+    const auto odd = [&](uint32_t row) { return (row & p.odd_unit) ^ odd_cache; };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int first = half * kWarpRows, producer = 2 * warp + half;
