@@ -149,8 +149,6 @@ def why_not(model_runner: Any) -> str | None:
         return "serves prefill and decode. Name it with --attention-backend alone."
     if get_parallel().attn_dcp_size > 1:
         return "has no decode context parallelism. Leave out --dcp-size."
-    if model_runner.hisparse_coordinator is not None:
-        return "does not keep a part of the cache on the host. Leave out --enable-hisparse."
     if torch.device(model_runner.device).type == "cuda" and not library.about()["cuda_archs"]:
         return (
             "mla-backend was built without CUDA. Install it again where nvcc is found, with MLA_BACKEND_CUDA=1; "

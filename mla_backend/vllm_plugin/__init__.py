@@ -10,6 +10,7 @@ once. Nothing here imports vLLM before vLLM calls it. docs/serving.md tells how 
     backend.py       the attention backend of sparse MLA: its metadata and its layers
     beginnings.py    which tokens of a prompt attend densely
     dense_backend.py the same of dense MLA
+    host_tier.py     where rows are if vLLM keeps them on the host
     step.py          what a step's layers share: lengths, plan, buffers; dense_step.py the same of dense MLA
     deepseek_v4.py   the layers of DeepSeek-V4, which vLLM keeps apart; deepseek_v41.py those of V4.1
     gpu_worker.py    puts them there

@@ -16,7 +16,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 
 import mla_backend
-from mla_backend.vllm_plugin import products, versions
+from mla_backend.vllm_plugin import host_tier, products, versions
 from mla_backend.vllm_plugin.beginnings import (
     Masked,
     attend_to_picked,
@@ -27,6 +27,7 @@ from mla_backend.vllm_plugin.beginnings import (
     masked,
 )
 from mla_backend.vllm_plugin.config import CACHE_DTYPES, ONE_SCALE
+from mla_backend.vllm_plugin.host_tier import HostTier, Place
 from mla_backend.vllm_plugin.models import LATENT, ROPE
 from mla_backend.vllm_plugin.staging import VISITS, StagedRequests, requests_to_stage, room_for_rows
 from mla_backend.vllm_plugin.step import Room, SparseStep, StepBatch, StepBuffers, bytes_for_rows
@@ -123,6 +124,7 @@ class SparseMLAMetadataBuilder(BuilderBase):
     metadata_cls = SparseMLAMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     supports_draft_decode_metadata_update: bool = True
+    host_tier: bool = False
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -155,8 +157,16 @@ class SparseMLAMetadataBuilder(BuilderBase):
         self.splits_prompts = getattr(self, "_prefill_backend", None) is not None and impl.splits_prompts
         self.dense_backends: list[Any] = []
         self.longest_masked = impl.longest_masked if self.splits_prompts else 0
+        self.host_tier = host_tier.is_on(vllm_config)
+        if self.host_tier and getattr(self, "_prefill_backend", None) is None:
+            raise ValueError(
+                f"{versions.SPARSE}: HiSparse needs one of vLLM's backends for MLA prefill, and none serves this model."
+                " Leave out HiSparseConnector."
+            )
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> Tensor:
+        if self.host_tier:  # vLLM reads them before a layer attends, and has its own for a graph's padding
+            return super()._build_req_id_per_token(common_attn_metadata)
         return self.buffers.request_ids[: common_attn_metadata.num_actual_tokens]  # filled by the step
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMLAMetadata:
@@ -167,6 +177,8 @@ class SparseMLAMetadataBuilder(BuilderBase):
             tokens = metadata.num_decode_tokens
         else:
             staged, spans = self._parts_of(metadata, common)
+            if self.host_tier:
+                spans = host_tier.keep_plans(spans, metadata)
         batch = StepBatch(common.query_start_loc, common.seq_lens, common.num_actual_tokens, common.max_query_len)
         # vLLM keeps the main model's tensors at the same addresses from step to step. Those of drafts and of divided
         # batches may be new each time, and a captured graph must not read them.
@@ -210,6 +222,9 @@ class SparseMLAMetadataBuilder(BuilderBase):
     def update_draft_decode_metadata(self, metadata: SparseMLAMetadata) -> None:
         """Called before each pass of a captured loop that drafts. Layers that draft lead, so they prepare the step
         themselves unless its tensors are elsewhere."""
+        if self.host_tier:
+            tokens = metadata.num_decode_tokens
+            versions.find_requests(metadata.query_start_loc, metadata.req_id_per_token, tokens)
         metadata.step.follow()
 
 
@@ -244,7 +259,7 @@ def refuse_features(backend: str, init: Callable[..., None], *args: Any, **kwarg
 
 class NoIndexGroup:
     """Takes the place of vLLM's groups of layers that share a selection, which would allocate room for slots for each
-    layer with an indexer. Ours is in the step's buffers, one for all."""
+    layer with an indexer. Ours is in the step's buffers, one for all. HiSparse needs vLLM's."""
 
     def register_layer(self, *args: Any, **kwargs: Any) -> tuple[None, int]:
         return None, 0
@@ -260,12 +275,17 @@ class SparseMLALayer(LayerBase):
     supports_pcp: bool = False
     supports_quant_query_input: bool = False
 
+    host_tier: HostTier | None = None
+    """Where rows are, with HiSparse."""
     selections: ClassVar[int] = 0
     """How many layers with an indexer there are so far, in this process."""
 
     def __init__(self, *args: Any, indexer: Any = None, sinks: Tensor | None = None, **kwargs: Any) -> None:
         """Takes what the base takes, and sinks fp32 `[heads]`."""
-        kwargs["index_group_builder"] = NoIndexGroup()
+        config = get_current_vllm_config()
+        has_host_tier = host_tier.is_on(config)
+        if not has_host_tier:
+            kwargs["index_group_builder"] = NoIndexGroup()
         refuse_features(versions.SPARSE, super().__init__, *args, indexer=indexer, **kwargs)
         super().__init__(*args, indexer=indexer, **kwargs)
         # Layers are made in their order. Those without an indexer use the selection of the last one with.
@@ -282,16 +302,17 @@ class SparseMLALayer(LayerBase):
         # depends on the longest prefill of a step.
         wider_rows = self.kv_cache_dtype == "fp8_ds_mla" and self.head_size == LATENT
         no_dense = _on_cpu() or wider_rows or sinks is not None or envs.VLLM_BATCH_INVARIANT
-        self.supports_dense_mha_prefill = not no_dense
+        # With HiSparse vLLM plans how rows come from the host only where it might, but then never does.
+        self.supports_dense_mha_prefill = has_host_tier or not no_dense
         # vLLM measures memory after this, without a step's metadata. What its longest step needs has to be there then.
         (tokens, topk), device = self.topk_indices_buffer.shape, self.topk_indices_buffer.device
         heads = self.num_heads * self.dcp_world_size
-        config = get_current_vllm_config()
         staged = room_for_rows(config, heads, topk, self.kv_cache_dtype, _on_cpu())
         Room.shared(tokens, heads, topk, bytes_for_rows(staged), device)
-        self.splits_prompts = (
-            self.supports_dense_mha_prefill and self.dcp_world_size == 1 and versions.split_prompts_if_possible(config)
-        )
+        self.splits_prompts = not no_dense and self.dcp_world_size == 1 and versions.split_prompts_if_possible(config)
+        if has_host_tier:
+            gaps = topk != config.model_config.hf_text_config.index_topk
+            self.host_tier = HostTier(self.index_group, self.index_group_index, gaps)
         # cuDNN keeps its plans for each thread, and microbatches run in new ones
         masks = self.splits_prompts and not getattr(config.parallel_config, "use_ubatching", False)
         self.longest_masked = 0
@@ -347,14 +368,12 @@ class SparseMLALayer(LayerBase):
         step, cache = attn_metadata.step, kv_c_and_k_pe_cache
         assert not attn_metadata.dense or tokens == attn_metadata.num_decode_tokens, "forward_mha has the others"
         step.begin(getattr(layer, "layer_name", None))
-        room, parts = step.room_for(tokens, heads), step.parts(tokens)
-        self._select(room, parts, cache.shape[1], attn_metadata)
-        queries = _queries(q, cache, step.buffers.no_rope)
+        room, queries = step.room_for(tokens, heads), _queries(q, cache, step.buffers.no_rope)
 
         def of_part(part: slice) -> Tensor | tuple[Tensor, Tensor]:
             return tuple(one[part] for one in queries) if isinstance(queries, tuple) else queries[part]
 
-        self._attend(room, parts, of_part, cache, attn_metadata, layer)
+        self._attend(room, slice(0, tokens), of_part, cache, attn_metadata, layer)
         return room.out.to(q[0].dtype), room.lse if self.dcp_world_size > 1 else None
 
     def forward_mha(
@@ -398,10 +417,8 @@ class SparseMLALayer(LayerBase):
             torch.bmm(nope.transpose(0, 1), layer.W_UK_T, out=latent.transpose(0, 1))
             return _queries((latent, rope), cache, step.buffers.no_rope)
 
-        room, parts = step.room_for(step.tokens, self.num_heads), step.parts(step.tokens, first)
-        self._select(room, parts, cache.shape[1], attn_metadata)
-        self._attend(room, parts, of_part, cache, attn_metadata, layer)
-        for part, _ in parts:
+        room = step.room_for(step.tokens, self.num_heads)
+        for part in self._attend(room, slice(first, step.tokens), of_part, cache, attn_metadata, layer):
             layer._v_up_proj(room.out[part].to(q.dtype), out=output[here(part)])
 
     def _attend_masked(
@@ -424,24 +441,23 @@ class SparseMLALayer(LayerBase):
     def _attend(
         self,
         room: Room,
-        parts: Sequence[tuple[slice, bool]],
+        tokens: slice,
         queries: Callable[[slice], Tensor | tuple[Tensor, Tensor]],
         cache: Tensor,
         metadata: SparseMLAMetadata,
         layer: Any,
-    ) -> None:
-        """Attends to the slots in the room, and writes there. `queries` says those of a part's tokens."""
+    ) -> list[slice]:
+        """Attends from a step's tokens and writes to the room. `queries` says those of some tokens. Returns which
+        tokens, without those that attend densely."""
         step, buffers = metadata.step, metadata.step.buffers
         has_one_scale = cache.element_size() == 1 and cache.shape[-1] == LATENT
-        rows = {False: cache}
-        if any(staged for _, staged in parts):
-            rows[True] = step.stage(cache, metadata.block_table, room.staged)
-        for part, staged in parts:
+        places = self._places(room, tokens, cache, metadata)
+        for part, slots, rows in places:
             lengths, plan = step.work_for(part)
             mla_backend.sparse_attention(
                 queries(part),
-                rows[staged],
-                room.slots[part],
+                rows,
+                slots,
                 scale=self.scale,
                 topk_length=lengths,
                 sink=self.sinks,
@@ -453,6 +469,25 @@ class SparseMLALayer(LayerBase):
                 out=room.out[part],
                 lse=room.lse[part],
             )
+        return [place.tokens for place in places]
+
+    def _places(self, room: Room, tokens: slice, cache: Tensor, metadata: SparseMLAMetadata) -> list[Place]:
+        """Where tokens attend."""
+        step = metadata.step
+        if self.host_tier is not None:
+            known, picked = not self.selects and step.selected == self._selection_of(room), self.topk_indices_buffer
+            places = list(self.host_tier.places(picked, cache, metadata, tokens, room, known))
+            step.selected = self._selection_of(room) if step.keeps_slots(*room.lse.shape) else None
+            return places
+        parts = step.parts(tokens.stop, tokens.start)
+        self._select(room, parts, cache.shape[1], metadata)
+        rows = {False: cache}
+        if any(staged for _, staged in parts):
+            rows[True] = step.stage(cache, metadata.block_table, room.staged)
+        return [Place(part, room.slots[part], rows[staged]) for part, staged in parts]
+
+    def _selection_of(self, room: Room) -> tuple[int, int]:
+        return self.selection, len(room.lse)
 
     def _select(
         self, room: Room, parts: Sequence[tuple[slice, bool]], block_size: int, metadata: SparseMLAMetadata
@@ -460,8 +495,8 @@ class SparseMLALayer(LayerBase):
         """Writes the slots that each token attends to, valid ones first, unless they are there. With context
         parallelism those that this rank keeps: then lists are shorter than the step knew, and each layer's have other
         lengths."""
-        step, (tokens, heads) = metadata.step, room.lse.shape
-        if not self.selects and step.selected == (self.selection, tokens):
+        step = metadata.step
+        if not self.selects and step.selected == self._selection_of(room):
             return
         for part, staged in parts:
             table = metadata.block_table
@@ -479,7 +514,7 @@ class SparseMLALayer(LayerBase):
             )
         if self.dcp_world_size > 1:
             step.use_lengths(room.counts)
-        step.selected = (self.selection, tokens) if step.keeps_slots(tokens, heads) else None
+        step.selected = self._selection_of(room) if step.keeps_slots(*room.lse.shape) else None
 
 
 def _queries(q: Tensor | tuple[Tensor, Tensor], cache: Tensor, no_rope: Tensor) -> Tensor | tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 
 from mla_backend import tried_versions
 from mla_backend.arguments import dtype_name
-from mla_backend.vllm_plugin import products, replacements, selection, sharing, versions
+from mla_backend.vllm_plugin import host_tier, products, replacements, selection, sharing, versions
 from mla_backend.vllm_plugin.models import SERVED, V41, has_v4_attention, is_draft, is_served, v4_family, why_not
 from mla_backend.vllm_plugin.selection import WORKERS
 from mla_backend.vllm_plugin.staging import OPTION, asked_rows
@@ -254,9 +254,7 @@ def _cache(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
     block = versions.GPU_BLOCK_SIZE
     if not on_cpu and cache_config.user_specified_block_size and cache_config.block_size % block:
         return f"--block-size must be a multiple of {block}, as vLLM's indexer asks; got {cache_config.block_size}."
-    if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
-        return "does not keep a part of the cache on the host (HiSparse). Leave that out, or use another backend."
-    return None
+    return host_tier.why_not(vllm_config)
 
 
 def _has_fp8_rows(vllm_config: "VllmConfig") -> bool:

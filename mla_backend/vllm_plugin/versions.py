@@ -226,7 +226,7 @@ def split_prompts_if_possible(vllm_config: "VllmConfig") -> bool:
     layer, attention = importlib.import_module(_DENSE_BASES).MLAAttention, vllm_config.attention_config
     if replacements.why_not(replacements.SPLIT) is not None:
         return False
-    if attention.sparse_mla_force_mqa or attention.hisparse_config is not None:
+    if attention.sparse_mla_force_mqa:
         return False
     inherited = layer._use_sparse_mha
     if not replacements.is_ours(inherited):
@@ -236,6 +236,13 @@ def split_prompts_if_possible(vllm_config: "VllmConfig") -> bool:
 
         layer._use_sparse_mha = replacements.instead_of(inherited, use_sparse_mha)
     return True
+
+
+def find_requests(starts: Any, requests: Any, tokens: int) -> None:
+    """Writes each token's request, as vLLM has it, in a captured graph too (0.33)."""
+    from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
+
+    compute_token_to_req_indices(starts, requests, tokens, tokens)
 
 
 def register_warmup() -> None:

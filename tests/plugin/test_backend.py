@@ -106,7 +106,9 @@ def made_layer(backend, monkeypatch, **given):
         return backend.SparseMLALayer(*first, **sizes, v_head_dim=16, kv_b_proj=None, **given)
 
 
-def made_builder(backend, monkeypatch, topk=2048, kv_cache_dtype="fp8_ds_mla", products="exact", **parallel):
+def made_builder(
+    backend, monkeypatch, topk=2048, kv_cache_dtype="fp8_ds_mla", products="exact", hisparse=None, **parallel
+):
     """A builder as vLLM makes it for a model with 64 heads and two drafted tokens, on a Hopper GPU."""
 
     def init(self, kv_cache_spec, layer_names, vllm_config, device):
@@ -121,7 +123,7 @@ def made_builder(backend, monkeypatch, topk=2048, kv_cache_dtype="fp8_ds_mla", p
         parallel={"decode_context_parallel_size": 1, **parallel},
         scheduler=dict(max_num_batched_tokens=64),
         speculative=dict(num_speculative_tokens=2, parallel_drafting=False),
-        attention=dict(hisparse_config=None),
+        attention=dict(hisparse_config=hisparse),
         cache=dict(cache_dtype="fp8_ds_mla"),
         compilation=dict(static_forward_context=layers, cudagraph_capture_sizes=[1]),
         model=dict(hf_text_config=model),

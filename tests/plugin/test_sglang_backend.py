@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import unittest
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +105,36 @@ def run(fixture) -> torch.Tensor:
 def test_attention_is_right_in_every_kind_of_batch(mode, prefixes, new, fp8, monkeypatch):
     monkeypatch.setenv("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0")
     run(batch_of(mode, prefixes, new, fp8_kv_cache=fp8))
+
+
+class Elsewhere:
+    """Stands for HiSparse, whose coordinator brings rows and says where they are: here in the opposite order."""
+
+    def __init__(self, fixture):
+        self.pool, self.table = fixture.runner.token_to_kv_pool, fixture.runner.req_to_token_pool.req_to_token
+
+    def swap_in_selected_pages(self, requests, lengths, picked, layer_id):
+        wanted = picked.flatten(1).clamp(min=0).long()
+        slots = self.table[requests.long()].gather(1, wanted).view_as(picked)
+        return torch.where(picked < 0, -1, self.move(slots))
+
+    def move(self, slots):
+        cache = self.pool.get_key_buffer(0)
+        raw = cache.view(torch.uint8)
+        raw.copy_(raw.flip(0))
+        return torch.where(slots < 0, -1, len(cache) - 1 - slots).int()
+
+
+@CACHES
+@pytest.mark.parametrize(
+    ("mode", "new"), [(DECODE, 1), (EXTEND, (5, 3)), (VERIFY, 3)], ids=["decode", "prefill", "verification"]
+)
+def test_rows_that_hisparse_keeps_elsewhere_are_attended_to_there(mode, new, fp8, monkeypatch):
+    monkeypatch.setenv("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0")
+    fixture = batch_of(mode, (60, 200), new, fp8_kv_cache=fp8)
+    elsewhere = fixture.backend.hisparse_coordinator = Elsewhere(fixture)
+    elsewhere.pool.translate_loc_to_hisparse_device = elsewhere.move
+    run(fixture)
 
 
 @given(
@@ -228,7 +257,6 @@ def test_drafts_get_this_backend_too():
         ("model_config.kv_lora_rank", 256, "256"),
         ("model_config.hf_config.architectures", ["LlamaForCausalLM"], "sparse MLA"),
         ("model_config.hf_config.learnable_sink", True, "learnable sinks"),
-        ("hisparse_coordinator", SimpleNamespace(), "--enable-hisparse"),
         ("token_to_kv_pool.kv_cache_dim", 528, "--kv-cache-dtype bfloat16"),
         ("token_to_kv_pool.dtype", torch.float8_e4m3fn, "--dsa-decode-backend"),
         ("model_config.hf_config.index_kpool", 4, "MLA_SELECTION=1 does not take pooled"),

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <numeric>
 
 #include "cuda/common/launch.h"
 #include "cuda/common/vector.cuh"
@@ -52,13 +53,22 @@ Gpu ask_gpu(int index) {
   return gpu;
 }
 
-// The Hopper kernels read and write in 16-byte pieces, count them in 32 bits, and have one kind of tile.
+// What Hopper kernels count rows' offsets in: whole rows, unless blocks are apart by parts of them.
+uint32_t row_unit(const AttentionProblem& p) {
+  int64_t unit = 0;
+  for (int i = 0; i < p.list_count; ++i)
+    unit = std::gcd(std::gcd(unit, p.lists[i].cache.row_stride), p.lists[i].cache.block_stride);
+  return unit > 0 && unit <= UINT32_MAX ? static_cast<uint32_t>(unit) : 16;
+}
+
+// The Hopper kernels read and write in 16-byte pieces, count rows in 32 bits, and have one kind of tile.
 bool suits_hopper_kernels(const AttentionProblem& p) {
+  const uint32_t unit = row_unit(p);
   for (int i = 0; i < p.list_count; ++i) {
     const CacheView& cache = p.lists[i].cache;
     if (cache.format.tile() != p.tile || !rows_aligned16(cache) || cache.block_size > INT32_MAX) return false;
     if (cache.block_stride < 0 || cache.row_stride < 0 ||
-        (cache.blocks * cache.block_stride + cache.block_size * cache.row_stride) / 16 >= UINT32_MAX)
+        (cache.blocks * cache.block_stride + cache.block_size * cache.row_stride) / unit >= UINT32_MAX)
       return false;
   }
   const auto aligned = [](const uint16_t* base, const RowStrides& strides) {
@@ -66,6 +76,15 @@ bool suits_hopper_kernels(const AttentionProblem& p) {
            aligned16(base, 2 * strides.head);
   };
   return aligned(p.q_nope, p.q_nope_strides) && aligned(p.q_rope, p.q_rope_strides) && aligned(p.out, p.out_strides);
+}
+
+AttentionProblem in_units(AttentionProblem p) {
+  p.row_unit = row_unit(p);
+  p.odd_unit = p.row_unit / 16 & 1;
+  for (SlotList& list : p.lists)
+    list.row_units = static_cast<uint32_t>(list.cache.row_stride / p.row_unit),
+    list.block_units = static_cast<uint32_t>(list.cache.block_stride / p.row_unit);
+  return p;
 }
 
 // The launch, if its kernel can run the problem. Whoever made the plan may have supposed other rows, and saw no
@@ -108,8 +127,9 @@ Gpu describe_gpu(int index) {
 
 Gpu describe_current_gpu() { return describe_gpu(current_device()); }
 
-void attention(const AttentionProblem& p, const Launch& given, void* stream) {
-  const Launch launch = fitted(p, given);
+void attention(const AttentionProblem& given_problem, const Launch& given, void* stream) {
+  const Launch launch = fitted(given_problem, given);
+  const AttentionProblem p = in_units(given_problem);
   try {
 #ifdef MLA_CUDA_SM90A
     if (launch.kernel == Kernel::swap_ab) return swap_ab_attention(p, launch, stream);

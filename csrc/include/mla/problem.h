@@ -47,7 +47,8 @@ struct SlotList {
   int64_t stride;          // from one token's entries to the next token's
   int32_t topk;            // slots of a token
   bool paged;
-  const int32_t* length;  // [tokens] or null: only the first n slots count
+  const int32_t* length;            // [tokens] or null: only the first n slots count
+  uint32_t row_units, block_units;  // the cache's strides in units of AttentionProblem::row_unit
 
   // Only entries of the first `length` slots are read: beyond them a page table may hold anything.
   MLA_HOST_DEVICE int64_t slot(int64_t token, int32_t i) const {
@@ -97,6 +98,8 @@ struct AttentionProblem {
   SlotList
       lists[2];  // the main one and, where there is a second cache, the extra one; of one head_dim, f16 both or none
   int32_t list_count;
+  uint32_t row_unit;  // bytes that divide the strides of all caches. Set where Hopper kernels are launched
+  uint32_t odd_unit;  // 1 where that is an odd multiple of 16, else 0
 
   uint16_t* out;  // [tokens, heads, 512]
   RowStrides out_strides;

@@ -40,20 +40,20 @@ struct RowConverter {
     const CacheView& view = p.lists[list].cache;
     const uint32_t own = next.row(p);
     if (!view.format.quantised()) {
-      RowCopier::copy<kBlocks>(tile, valid, view.data, own, warp, lane);
+      RowCopier::copy<kBlocks>(tile, valid, view.data, own, p.row_unit, warp, lane);
     } else {
       const uint32_t part = part_of(tile), to = part + lane * kPieceBytes;
       const bool has_latent = lane < view.format.latent / kPieceBytes;
 #pragma unroll
       for (int i = 0; i < kWarpRows; ++i) {
         const uint32_t row = __shfl_sync(~0u, own, i);
-        if (has_latent) copy_piece(to + offset_of_row(i), view.data + lane * kPieceBytes, row);
+        if (has_latent) copy_piece(to + offset_of_row(i), view.data + lane * kPieceBytes, row, p.row_unit);
       }
       copy_rope(part, view, own);
       if (view.format.group && lane < kWarpRows) {
         const uint32_t scales = part + offset_of_scales(lane);
         if (view.format.scales_at == ScalesAt::in_row)
-          copy_piece(scales, view.data + view.format.scale_offset(), own);
+          copy_piece(scales, view.data + view.format.scale_offset(), own, p.row_unit);
         else
           copy_8_or_zero(scales, own == kNoRow ? view.data : next.scales(p), own != kNoRow);
       }
@@ -129,13 +129,13 @@ struct RowConverter {
     const uint8_t* const from = view.data + view.format.rope_offset();
     const uint32_t to = part + kLastBlock * kBlockBytes;
     if constexpr (kOfTensor) {
-      copy_piece(to + lane * kPieceBytes, from + lane % 4 * kPieceBytes, __shfl_sync(~0u, own, lane / 4));
+      copy_piece(to + lane * kPieceBytes, from + lane % 4 * kPieceBytes, __shfl_sync(~0u, own, lane / 4), p.row_unit);
     } else if (view.format.rope > 0) {
 #pragma unroll
       for (int i = 0; i < kWarpRows; i += 4) {
         const int row = i + lane / 8;
         copy_piece(to + row * kRowBytes + offset_of_piece(kLastBlock, lane % 8, row), from + lane % 8 * kPieceBytes,
-                   __shfl_sync(~0u, own, row));
+                   __shfl_sync(~0u, own, row), p.row_unit);
       }
     }
   }

@@ -19,7 +19,7 @@ struct RowCopier {
   // `own` of lanes 0 to 7 says where the warp's rows lie (TileRequest::row). `valid` is the tile's mask.
   template <int kBlocks>
   static __device__ void copy(uint8_t* tile, uint8_t (&valid)[kTileTokens], const uint8_t* cache, uint32_t own,
-                              int warp, int lane) {
+                              uint32_t unit, int warp, int lane) {
     const int block = lane / 8, token = warp * kRows;
     const uint32_t to =
         cast_smem_ptr_to_uint(tile) + block * kBlockBytes + token * kRowBytes + offset_of_piece(block, lane % 8, token);
@@ -27,8 +27,8 @@ struct RowCopier {
     for (int i = 0; i < kRows; ++i) {
       const uint32_t row = __shfl_sync(~0u, own, i), first = rows_further(to, i);
       const uint8_t* from = cache + kPieceBytes * lane;
-      copy_piece(first, from, row);
-      copy_piece(first + 4 * kBlockBytes, from + 32 * kPieceBytes, row);  // the same order four blocks further on
+      copy_piece(first, from, row, unit);
+      copy_piece(first + 4 * kBlockBytes, from + 32 * kPieceBytes, row, unit);  // the same order four blocks further on
     }
     if constexpr (kBlocks > kLatentBlocks) {
 #pragma unroll
@@ -36,7 +36,7 @@ struct RowCopier {
         const int row = i + lane / 8;
         copy_piece(cast_smem_ptr_to_uint(tile) + kLatentBlocks * kBlockBytes + (token + row) * kRowBytes +
                        offset_of_piece(kLatentBlocks, lane % 8, row),
-                   cache + kBf16.rope_offset() + kPieceBytes * (lane % 8), __shfl_sync(~0u, own, row));
+                   cache + kBf16.rope_offset() + kPieceBytes * (lane % 8), __shfl_sync(~0u, own, row), unit);
       }
     }
     if (lane < kRows) valid[token + lane] = own != kNoRow;

@@ -100,16 +100,15 @@ struct TileRequest {
     cursor.advance(step);
   }
 
-  // The row's offset from the cache's beginning in pieces of 16 bytes, or kNoRow. Dispatch makes sure that it and block
-  // sizes fit into 32 bits.
+  // The row's offset from the cache's beginning in units of p.row_unit, or kNoRow. Dispatch makes sure that it and
+  // block sizes fit into 32 bits.
   __device__ uint32_t row(const AttentionProblem& p) const {
-    const CacheView& cache = p.lists[list].cache;
+    const SlotList& from = p.lists[list];
+    const CacheView& cache = from.cache;
     if (token == kEnd || !cache.holds(slot)) return kNoRow;
-    const uint32_t row_pieces = static_cast<uint32_t>(cache.row_stride / kPieceBytes);
-    if (cache.block_stride == cache.block_size * cache.row_stride) return static_cast<uint32_t>(slot) * row_pieces;
+    if (cache.block_stride == cache.block_size * cache.row_stride) return static_cast<uint32_t>(slot) * from.row_units;
     const uint32_t size = static_cast<uint32_t>(cache.block_size), block = static_cast<uint32_t>(slot) / size;
-    return block * static_cast<uint32_t>(cache.block_stride / kPieceBytes) +
-           (static_cast<uint32_t>(slot) - block * size) * row_pieces;
+    return block * from.block_units + (static_cast<uint32_t>(slot) - block * size) * from.row_units;
   }
 
   // The address of the row's scales. There must be a row.
@@ -140,10 +139,10 @@ __device__ __forceinline__ void store_piece(uint32_t shared_address, uint4 piece
 }
 
 // Starts the copy of a row's piece to shared memory, or writes zeros if there is no row. `from` is the same piece of
-// the cache's first row.
-__device__ __forceinline__ void copy_piece(uint32_t to_shared, const uint8_t* from, uint32_t row) {
+// the cache's first row. Rows are counted in units of `unit` bytes.
+__device__ __forceinline__ void copy_piece(uint32_t to_shared, const uint8_t* from, uint32_t row, uint32_t unit) {
   const bool valid = row != kNoRow;
-  copy_16_or_zero(to_shared, from + uint64_t{valid ? row : 0} * kPieceBytes, valid);
+  copy_16_or_zero(to_shared, from + uint64_t{valid ? row : 0} * unit, valid);
 }
 
 }  // namespace mla::cuda::sm90

@@ -49,7 +49,7 @@ __device__ __forceinline__ void copy_rows(uint32_t tile, int first, const uint16
   hide(from);
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
-    copy_piece(rows_further(to, i), reinterpret_cast<const uint8_t*>(from), __shfl_sync(~0u, own, i));
+    copy_piece(rows_further(to, i), reinterpret_cast<const uint8_t*>(from), __shfl_sync(~0u, own, i), kPieceBytes);
   if constexpr (kHalf == 1 && kBlocks > kLatentBlocks) {  // eight lanes a row
     const int group = lane / kRowPieces;
     const uint32_t rope = tile + kLatentBlocks * kStride + (first + group) * kRowBytes + offset_in_row(group, piece);
@@ -57,7 +57,8 @@ __device__ __forceinline__ void copy_rows(uint32_t tile, int first, const uint16
     hide(rope_from);
 #pragma unroll
     for (int i = 0; i < kRows; i += 4)
-      copy_piece(rows_further(rope, i), reinterpret_cast<const uint8_t*>(rope_from), __shfl_sync(~0u, own, i + group));
+      copy_piece(rows_further(rope, i), reinterpret_cast<const uint8_t*>(rope_from), __shfl_sync(~0u, own, i + group),
+                 kPieceBytes);
   }
 }
 

@@ -508,8 +508,8 @@ struct RawRowLoader {
     auto fp8 = reinterpret_cast<uint64_t>(cache + kPieceBytes * lane),
          rope = reinterpret_cast<uint64_t>(cache + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8));
     hide(fp8), hide(rope);  // or the compiler adds up each of them again for every row
-    const uint32_t first_row = static_cast<uint32_t>(reinterpret_cast<uint64_t>(cache) / kPieceBytes);
-    const auto odd = [&](uint32_t row) { return (row ^ first_row) & 1; };
+    const uint32_t odd_cache = reinterpret_cast<uint64_t>(cache) / kPieceBytes & 1;
+    const auto odd = [&](uint32_t row) { return (row & p.odd_unit) ^ odd_cache; };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int first = half * kWarpRows, producer = 2 * warp + half;
@@ -517,17 +517,19 @@ struct RawRowLoader {
 #pragma unroll
       for (int i = 0; i < kWarpRows; ++i) {
         const uint32_t row = __shfl_sync(~0u, own, first + i);
-        copy_piece(part + offset_of_row(i, odd(row)) + kPieceBytes * lane, reinterpret_cast<const uint8_t*>(fp8), row);
+        copy_piece(part + offset_of_row(i, odd(row)) + kPieceBytes * lane, reinterpret_cast<const uint8_t*>(fp8), row,
+                   p.row_unit);
       }
 #pragma unroll
       for (int i = 0; i < kWarpRows; i += 4) {
         const uint32_t row = __shfl_sync(~0u, own, first + i + lane / 8);
-        copy_piece(part + offset_of_rope(i + lane / 8, lane % 8), reinterpret_cast<const uint8_t*>(rope), row);
+        copy_piece(part + offset_of_rope(i + lane / 8, lane % 8), reinterpret_cast<const uint8_t*>(rope), row,
+                   p.row_unit);
       }
       const uint32_t row = __shfl_sync(~0u, own, first + lane % kWarpRows);
       if (lane < kWarpRows)
         copy_piece(part + offset_of_row(lane, odd(row)) + kFp8DsMla.scale_offset(), cache + kFp8DsMla.scale_offset(),
-                   row);
+                   row, p.row_unit);
       if (lane / kWarpRows == half)
         s.valid[stage][warp * kRows + lane] = static_cast<uint8_t>(odd(own) << 1 | (own != kNoRow));
       arrive_when_copied(s.raw_full[stage][producer]);
@@ -643,7 +645,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const CtaWo
       if (next.token >= 0)
         ask_l2_for_queries<kHeads, kProducerWarps, blocks_of(kRows)>(p, next.token, head_begin, warp, hidden(lane));
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      RowCopier::copy<blocks_of(kRows)>(s.tiles[stage], s.plain[stage], cache, row, warp, lane);
+      RowCopier::copy<blocks_of(kRows)>(s.tiles[stage], s.plain[stage], cache, row, p.row_unit, warp, lane);
       if constexpr (has_powers(kRows))
         if (lane < kWarpRows) describe_column(s, stage, warp * kWarpRows + lane, row != kNoRow, power);
       arrive_when_copied(s.full[stage]);

@@ -599,13 +599,14 @@ struct Producer {
       const uint32_t own = __shfl_sync(~0u, row, first_lane + lane % kWarpRows);
       const int stage = tile % kStages;
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      copy(s, stage, first, cache, own, lane);
+      copy(s, stage, first, cache, own, p.row_unit, lane);
     }
   }
 
   // Starts the copies of a warp's rows, one each. `own` is where row lane % kWarpRows of them lies. Missing rows become
   // zeros, as values are multiplied by weights of 0.
-  static __device__ void copy(Shared<kRows>& s, int stage, int first, const uint8_t* cache, uint32_t own, int lane) {
+  static __device__ void copy(Shared<kRows>& s, int stage, int first, const uint8_t* cache, uint32_t own, uint32_t unit,
+                              int lane) {
     const bool valid = own != kNoRow;
     const uint32_t rows = __ballot_sync(~0u, valid && lane < kWarpRows);
     uint8_t (&to)[kTileTokens][kPitch] = s.stages[stage].rows;
@@ -625,7 +626,7 @@ struct Producer {
     }
     __syncwarp();
     if (lane < kWarpRows && valid)
-      copy_bulk(cast_smem_ptr_to_uint(to[first + lane]), cache + uint64_t{own} * kPieceBytes, kBytes, s.full[stage]);
+      copy_bulk(cast_smem_ptr_to_uint(to[first + lane]), cache + uint64_t{own} * unit, kBytes, s.full[stage]);
   }
 };
 

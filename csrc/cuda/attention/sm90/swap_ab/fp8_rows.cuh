@@ -303,7 +303,7 @@ struct Fp8Rows {
       const uint32_t own = __shfl_sync(~0u, row, first_lane + lane % kWarpRows);
       const int stage = tile % kStages;
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      copy(s.rows, stage, first, at, cache, own, lane);
+      copy(s.rows, stage, first, at, cache, own, p.row_unit, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
       if (kCopiesFirst && tile % kBatch == 0) next = TileRequest<kPaged>(cursor, at, kBatch);
@@ -317,20 +317,21 @@ struct Fp8Rows {
 
  private:
   // Starts the copies of a warp's rows, `first` to `first + 7`. `own` is where row `at` lies.
-  static __device__ void copy(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own, int lane) {
+  static __device__ void copy(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own,
+                              uint32_t unit, int lane) {
     const uint32_t fp8 = s.stages[stage].fp8[lane / 8].address() + first * kRowBytes + lane % 8 * kPieceBytes;
 // not all at once: consumers' reads of shared memory wait in the same queue
 #pragma unroll 2
     for (int i = 0; i < kWarpRows; ++i)
-      copy_piece(rows_further(fp8, i), cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
-    copy_rope(s.stages[stage].rope.address() + first * kRowBytes, cache, own, lane);
+      copy_piece(rows_further(fp8, i), cache + kPieceBytes * lane, __shfl_sync(~0u, own, i), unit);
+    copy_rope(s.stages[stage].rope.address() + first * kRowBytes, cache, own, unit, lane);
     if (lane >= kWarpRows) return;
     if constexpr (!kOfTensor)
-      copy_piece(cast_smem_ptr_to_uint(s.scale[stage][at]), cache + kFp8DsMla.scale_offset(), own);
+      copy_piece(cast_smem_ptr_to_uint(s.scale[stage][at]), cache + kFp8DsMla.scale_offset(), own, unit);
     s.valid[stage][at] = own != kNoRow;
   }
 
-  static __device__ void copy_rope(uint32_t to, const uint8_t* cache, uint32_t own, int lane) {
+  static __device__ void copy_rope(uint32_t to, const uint8_t* cache, uint32_t own, uint32_t unit, int lane) {
     constexpr int kPieces = kOfTensor ? 4 : 8, kAtOnce = 32 / kPieces;  // rows
     constexpr int kOffset = kOfTensor ? kFp8Tensor576.rope_offset() : kFp8DsMla.rope_offset();
     const int piece = lane % kPieces;
@@ -338,7 +339,7 @@ struct Fp8Rows {
     for (int i = 0; i < kWarpRows; i += kAtOnce) {
       const int row = i + lane / kPieces;
       copy_piece(to + row * kRowBytes + offset_in_row(row, piece), cache + kOffset + kPieceBytes * piece,
-                 __shfl_sync(~0u, own, row));
+                 __shfl_sync(~0u, own, row), unit);
     }
   }
 };

@@ -130,7 +130,7 @@ struct PlainRows {
         const int token = next.token, stage = tile % kStages;
         next = TileRequest<kPaged>(cursor, at);
         wait(s.empty[stage], tile / kStages % 2 ^ 1);
-        RowCopier::copy<kBlocks>(s.rows.tiles[stage], s.rows.valid[stage], cache, row, warp, lane);
+        RowCopier::copy<kBlocks>(s.rows.tiles[stage], s.rows.valid[stage], cache, row, p.row_unit, warp, lane);
         arrive_when_copied(s.full[stage]);
         arrive_as_warp(s.full[stage]);
         if (token != next.kSameToken) begin_token(token, tile);
