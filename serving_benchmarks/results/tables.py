@@ -258,14 +258,16 @@ def whole_models(*reports: Report) -> str:
     return page(*of_models(measured), told + "".join(f" Inter-token latency: {note}." for note in gaps))
 
 
-def throughput_versus(*reports: Report, loads: str | None = None) -> str:
-    """A row for each load: ours with one cache or several, the one other backend, and ratios. Where several files have
-    a load, the newest one counts.
+def throughput_versus(*reports: Report, loads: str | None = None, against: str | None = None) -> str:
+    """A row for each load: ours with one cache or several, one other backend, and ratios. Where several files have a
+    load, the newest one counts.
 
     `loads` picks rows, such as 4096+64/64,512+512/64: tokens of a prompt and of an answer, and requests in flight.
+    `against` picks the other backend, where files have several.
     """
     names = dict.fromkeys(entry["backend"] for report in reports for entry in report["results"])
     ours, others = ([name for name in names if runs.is_ours(name) == mine] for mine in (True, False))
+    others = [name for name in others if against in (None, name)]
     if not ours or len(others) != 1:
         raise ValueError(f"the files must have ours and one other backend; they have {', '.join(names)}")
     wanted = loads.split(",") if loads is not None else []
