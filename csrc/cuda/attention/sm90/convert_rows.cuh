@@ -10,13 +10,12 @@
 
 #include "cuda/attention/sm90/copy_rows.cuh"
 #include "cuda/attention/sm90/cursor.cuh"
+#include "cuda/attention/sm90/nvfp4_rows.cuh"
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/pairs.cuh"
 
 namespace mla::cuda::sm90 {
-
-constexpr int kConvertedArrivals = kWarpArrivals * RowCopier::kWarps;  // at a converted tile's barrier
 
 template <Rows kRows, bool kPaged>
 struct RowConverter {
@@ -173,6 +172,8 @@ __device__ __forceinline__ void produce_converted(const CtaWork& cta, uint8_t (&
                                                   uint8_t (&valid)[kStages][kTileTokens], Barrier (&full)[kStages],
                                                   Barrier (&empty)[kStages], int warp, int lane, const EarlySlot& early,
                                                   BeginToken begin_token) {
+  if constexpr (kRows == Rows::nvfp4_352)
+    return produce_nvfp4<kPaged>(cta, tiles, valid, full, empty, warp, lane, early, begin_token);
   constexpr int kAhead = kStages - 1;  // tiles in flight
   RowConverter<kRows, kPaged> rows(cta, warp, lane, early);
   uint32_t lists = 0;  // a bit per stage: its tile's list

@@ -142,7 +142,7 @@ void for_each_candidate(const AttentionShape& shape, const Gpu& gpu, Use use) {
 // outputs' accumulators keep 13 to 14 bits as they grow, so it takes no longer lists than DeepSeek-V3.2's.
 constexpr int64_t kMostFp8Slots = 2048;
 inline Kernel m64_kernel(Products products, const CacheFormat& format, int32_t heads, int64_t slots) {
-  const bool suits = heads > 32 && format.quantised() && format.head_dim() == 576 && slots <= kMostFp8Slots;
+  const bool suits = heads > 32 && format.code == Code::e4m3 && format.head_dim() == 576 && slots <= kMostFp8Slots;
   return products == Products::fp8 && suits ? Kernel::m64_fp8 : Kernel::m64;
 }
 

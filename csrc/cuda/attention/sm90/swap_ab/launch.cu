@@ -104,6 +104,12 @@ MLA_KERNELS {
       entry<Rows::fp8_tensor_576, 16, Form::sparse_max_logits>(
           "sparse_attention sm90, 16 heads, fp8_tensor_576, max logits"),
       entry<Rows::fp8_tensor_576, 16, Form::dense>("dense_attention sm90, 16 heads, fp8_tensor_576"),
+      entry<Rows::nvfp4_352, 8, Form::sparse>("sparse_attention sm90, 8 heads, nvfp4_352"),
+      entry<Rows::nvfp4_352, 8, Form::sparse_max_logits>("sparse_attention sm90, 8 heads, nvfp4_352, max logits"),
+      entry<Rows::nvfp4_352, 8, Form::dense>("dense_attention sm90, 8 heads, nvfp4_352"),
+      entry<Rows::nvfp4_352, 16, Form::sparse>("sparse_attention sm90, 16 heads, nvfp4_352"),
+      entry<Rows::nvfp4_352, 16, Form::sparse_max_logits>("sparse_attention sm90, 16 heads, nvfp4_352, max logits"),
+      entry<Rows::nvfp4_352, 16, Form::dense>("dense_attention sm90, 16 heads, nvfp4_352"),
       entry<Rows::any_512, 8, Form::sparse>("sparse_attention sm90, 8 heads, rows of 512"),
       entry<Rows::any_512, 8, Form::sparse_max_logits>("sparse_attention sm90, 8 heads, rows of 512, max logits"),
       entry<Rows::any_512, 8, Form::dense>("dense_attention sm90, 8 heads, rows of 512"),
