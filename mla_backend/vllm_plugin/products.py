@@ -17,7 +17,7 @@ def asked(vllm_config: Any) -> Any:
 
 def of_rows(vllm_config: Any, cache_format: str) -> str:
     """Those of layers whose rows have this format; --kv-cache-dtype-skip-layers gives some layers 16-bit ones."""
-    return asked(vllm_config) if FORMATS[cache_format].quantised else "exact"
+    return asked(vllm_config) if FORMATS[cache_format].fp8 else "exact"
 
 
 def why_not(vllm_config: Any, fp8_rows: bool) -> str | None:

@@ -13,7 +13,7 @@ from problems import FORMATS, MAGNITUDE, SCALE, assert_accurate, copy_with_gaps,
 
 
 def quantised(fmt):
-    return mla_backend.FORMATS[fmt].quantised
+    return mla_backend.FORMATS[fmt].fp8
 
 
 def goes_with(fmt):
@@ -21,7 +21,7 @@ def goes_with(fmt):
     first = mla_backend.FORMATS[fmt]
     alike = lambda f: (f.head_dim, f.number, f.scale == "tensor")  # noqa: E731
     same_kind = [name for name, f in mla_backend.FORMATS.items() if alike(f) == alike(first)]
-    return [name for name in same_kind if quantised(name) == first.quantised]
+    return [name for name in same_kind if quantised(name) == first.fp8]
 
 
 def request_tensors(fmt, b, s_q, h_q, topk, blocks=12, block_size=16):

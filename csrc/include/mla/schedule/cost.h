@@ -47,7 +47,7 @@ inline double cluster_cost(const KernelCosts& costs, int32_t cluster) {
 }
 
 inline double tile_cost(const KernelCosts& costs, const Launch& launch, const CacheFormat& format) {
-  if (!format.quantised()) return costs.tile_16bit;
+  if (!format.quantised() || format.code == Code::e2m1) return costs.tile_16bit;  // e2m1 takes no longer to convert
   const bool as_it_is = format.scale == Scale::fp32 ||
                         (format.scale == Scale::tensor && format.rope > 0 && launch.kernel == Kernel::swap_ab);
   return as_it_is ? costs.tile_fp8 : costs.tile_converted;
