@@ -51,8 +51,8 @@ struct Bf16Isa {
     }
     if constexpr (kFormat.scale == Scale::e4m3)  // exact
       for (int d = 0; d < kFormat.latent; d += 2)
-        words[d / 2] = float_bits(nvfp4_value(row, scales, d)) >> 16 |
-                       (float_bits(nvfp4_value(row, scales, d + 1)) & 0xffff0000u);
+        words[d / 2] =
+            float_bits(nvfp4_value(row, scales, d)) >> 16 | (float_bits(nvfp4_value(row, scales, d + 1)) & 0xffff0000u);
     else
       widen_e4m3_to_bf16(row, kFormat.latent, words);
     if constexpr (kFormat.scale == Scale::ue8m0)

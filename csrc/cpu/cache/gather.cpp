@@ -40,8 +40,8 @@ void cache_gather(const CacheGatherProblem& p) {
     const uint8_t* row = p.cache.row(slot);
     if (format.group == 0) load(format.code, row, format.latent, p.scale, out);
     for (int group = 0; group < format.scales(); ++group)
-      load(format.code, row + group * format.latent_bytes() / format.scales(), format.group, scale_of(format.scale, p.cache.scales(slot), group),
-           out + group * format.group);
+      load(format.code, row + group * format.latent_bytes() / format.scales(), format.group,
+           scale_of(format.scale, p.cache.scales(slot), group), out + group * format.group);
     load(format.rope_code, row + format.rope_offset(), format.rope, p.scale, out + format.latent);
   });
 }

@@ -30,8 +30,8 @@ template <typename Number>
 void store(Code code, const Number* from, int count, float scale, uint8_t* to) {
   if (code == Code::e2m1) {
     for (int i = 0; i < count; i += 2)
-      to[i / 2] = static_cast<uint8_t>(float_to_e2m1(widen(from[i]) * scale) |
-                                       float_to_e2m1(widen(from[i + 1]) * scale) << 4);
+      to[i / 2] =
+          static_cast<uint8_t>(float_to_e2m1(widen(from[i]) * scale) | float_to_e2m1(widen(from[i + 1]) * scale) << 4);
     return;
   }
   if (code == Code::e4m3) {

@@ -30,8 +30,8 @@ enum class Products : int32_t { exact, fp8 };
 constexpr const char* kProductsNames[] = {"exact", "fp8"};
 constexpr int kProductsCount = sizeof(kProductsNames) / sizeof(kProductsNames[0]);
 
-// A token is `latent` values, then its scales (if they lie in the row, and not at its end), then `rope` values. Queries have latent + rope
-// values. Attention sums up the first 512 values of rows.
+// A token is `latent` values, then its scales (if they lie in the row, and not at its end), then `rope` values. Queries
+// have latent + rope values. Attention sums up the first 512 values of rows.
 struct CacheFormat {
   const char* name;
   Code code;  // of the latent values
@@ -95,8 +95,7 @@ constexpr CacheFormat kFp8Tensor576{"fp8_tensor_576",  Code::e4m3, 512, Code::e4
                                     ScalesAt::nowhere, 0,          1};
 constexpr CacheFormat kFp8Tensor512{"fp8_tensor_512",  Code::e4m3, 512, Code::bf16, 0, Scale::tensor, 0,
                                     ScalesAt::nowhere, 0,          1};
-constexpr CacheFormat kNvfp4{"nvfp4_352", Code::e2m1,           512, Code::e4m3, 64, Scale::e4m3,
-                             16,          ScalesAt::end_of_row, 0,   1};
+constexpr CacheFormat kNvfp4{"nvfp4_352", Code::e2m1, 512, Code::e4m3, 64, Scale::e4m3, 16, ScalesAt::end_of_row, 0, 1};
 // Which of an nvfp4_352 row's scales is that of a group of latent values: the order in which Blackwell reads them.
 MLA_HOST_DEVICE constexpr int nvfp4_scale(int group) { return 8 * (group % 4) + group / 4; }
 
@@ -106,8 +105,8 @@ constexpr CacheFormat kStaged{"staged", Code::f16, 512, Code::bf16, 64, Scale::p
                               0,        128};
 
 // Every format that a cache may have.
-constexpr const CacheFormat* kFormats[] = {&kBf16,      &kFp16,    &kFp8DsMla,     &kBf16_512,
-                                           &kFp8Model1, &kFp8_528, &kFp8Tensor576, &kFp8Tensor512, &kNvfp4};
+constexpr const CacheFormat* kFormats[] = {&kBf16,    &kFp16,         &kFp8DsMla,     &kBf16_512, &kFp8Model1,
+                                           &kFp8_528, &kFp8Tensor576, &kFp8Tensor512, &kNvfp4};
 constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 
 // Which of them it is.

@@ -158,8 +158,8 @@ MLA_HOST_DEVICE int excess_power(float largest_scale) {
   return (above >= kLowestPower && above <= kHighestPower) || nothing ? 0 : above - kUsualPower;
 }
 
-// Hopper's kernels divide nvfp4_352 rows by this: the factor that makes bf16 of e2m1 bits, 2^126, times a scale of up to
-// 448, is then a bf16 number.
+// Hopper's kernels divide nvfp4_352 rows by this: the factor that makes bf16 of e2m1 bits, 2^126, times a scale of up
+// to 448, is then a bf16 number.
 constexpr float kNvfp4Factor = 256.0f;
 
 // 2^power for powers from -126 to 127.

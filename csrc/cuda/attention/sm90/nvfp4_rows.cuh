@@ -95,7 +95,8 @@ struct Nvfp4Rows {
         "@valid ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
         "}"
         : "=&r"(rope.x), "=&r"(rope.y), "=&r"(rope.z), "=&r"(rope.w)
-        : "l"(from_numbers + uint64_t{row} * kPieceBytes + kNvfp4.rope_offset() + lane % 4 * kPieceBytes - lane * kLaneBytes),
+        : "l"(from_numbers + uint64_t{row} * kPieceBytes + kNvfp4.rope_offset() + lane % 4 * kPieceBytes -
+              lane * kLaneBytes),
           "r"(row)
         : "memory");
   }

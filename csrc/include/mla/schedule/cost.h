@@ -46,6 +46,11 @@ inline double cluster_cost(const KernelCosts& costs, int32_t cluster) {
   return costs.cluster[doublings - 1] + costs.uneven * ((1 << doublings) - cluster);
 }
 
+// Whether swap_ab is compiled for 32 heads per CTA with such rows.
+inline bool has_swap_ab_32(const CacheFormat& format) {
+  return format.scale == Scale::fp32 || format.scale == Scale::e4m3;
+}
+
 inline double tile_cost(const KernelCosts& costs, const Launch& launch, const CacheFormat& format) {
   if (!format.quantised() || format.code == Code::e2m1) return costs.tile_16bit;  // e2m1 takes no longer to convert
   const bool as_it_is = format.scale == Scale::fp32 ||
@@ -133,7 +138,7 @@ void for_each_candidate(const AttentionShape& shape, const Gpu& gpu, Use use) {
   if (tile != TileType::staged_576) {
     of_kernel(Kernel::swap_ab, 8);
     if (shape.heads > 8) of_kernel(Kernel::swap_ab, 16);
-    if (shape.heads > 16 && tile == TileType::scaled_576) of_kernel(Kernel::swap_ab, 32);
+    if (shape.heads > 16 && has_swap_ab_32(shape.format)) of_kernel(Kernel::swap_ab, 32);
   }
   if (shape.heads > 16 || tile == TileType::staged_576) of_kernel(Kernel::m64, 64);
 }

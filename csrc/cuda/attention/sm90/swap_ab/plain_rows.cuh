@@ -6,6 +6,7 @@
 
 #include "cuda/attention/sm90/convert_rows.cuh"
 #include "cuda/attention/sm90/queries.cuh"
+#include "cuda/attention/sm90/swap_ab/reduction.h"
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/wgmma.cuh"
@@ -83,7 +84,7 @@ struct PlainRows {
 
   // A head's row in the reduction buffer. With kReductionStride, a warp's accesses (eight dims of every other head of
   // eight) lie in different banks.
-  static __device__ int reduction_row(int head) { return head; }
+  static __device__ int reduction_row(int head) { return head % kReductionHeads<kHeads>; }
   // A lane has two dims of each block, 8 apart.
   static constexpr int kLaneDims = 2 * kLatentBlocks;
   __device__ int dim(int i) const { return i / 2 * kBlockDims + warp * 16 + lane / 4 + 8 * swapped(i / 2, i % 2); }
