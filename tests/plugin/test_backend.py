@@ -310,7 +310,7 @@ def test_a_model_without_rope_attends_to_what_the_indexer_picked(backend, fmt, p
 def test_a_builder_goes_by_its_layers_lists_and_cache(backend, monkeypatch):
     """GLM-5.3-Flash picks up to 2176 slots, not index_topk. Layers that are kept in bf16 have no rows to stage."""
     assert made_builder(backend, monkeypatch, topk=2176).buffers.topk == 2176
-    formats = {"fp8_ds_mla": "fp8_ds_mla", "auto": "bf16", "fp8": "fp8_tensor_512"}
+    formats = {"fp8_ds_mla": "fp8_ds_mla", "nvfp4_ds_mla": "nvfp4_352", "auto": "bf16", "fp8": "fp8_tensor_512"}
     for dtype, fmt in formats.items():
         room = made_builder(backend, monkeypatch, kv_cache_dtype=dtype).buffers
         assert room.cache_format == fmt and (room.staged_rows > 0) == (dtype == "fp8_ds_mla")
