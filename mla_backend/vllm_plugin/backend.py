@@ -281,10 +281,10 @@ class SparseMLALayer(LayerBase):
         self.sinks = sinks  # a parameter, not a copy: its values are loaded later
         self._vllm_layer: Any = None
         # Dense attention for short prefills needs one of vLLM's GPU kernels. It gathers rows into rows of the model's
-        # width, which those of fp8_ds_mla have only in models with rope, and knows no sinks and no e2m1 numbers. Whether
-        # vLLM uses it depends on the longest prefill of a step.
-        wider_rows = self.kv_cache_dtype == "fp8_ds_mla" and self.head_size == LATENT
-        no_dense = _on_cpu() or wider_rows or self.kv_cache_dtype == NVFP4 or sinks is not None or envs.VLLM_BATCH_INVARIANT
+        # width, which those of fp8_ds_mla have only in models with rope, and knows no sinks and no nvfp4_ds_mla rows.
+        # Whether vLLM uses it depends on the longest prefill of a step.
+        no_rows = self.kv_cache_dtype == NVFP4 or (self.kv_cache_dtype == "fp8_ds_mla" and self.head_size == LATENT)
+        no_dense = _on_cpu() or no_rows or sinks is not None or envs.VLLM_BATCH_INVARIANT
         self.supports_dense_mha_prefill = not no_dense
         # vLLM measures memory after this, without a step's metadata. What its longest step needs has to be there then.
         (tokens, topk), device = self.topk_indices_buffer.shape, self.topk_indices_buffer.device

@@ -142,7 +142,13 @@ def llama(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "format_"),
-    [("auto", "auto"), ("bfloat16", "auto"), ("fp8", "fp8_ds_mla"), ("fp8_ds_mla", "fp8_ds_mla"), ("nvfp4_ds_mla", "nvfp4_ds_mla")],
+    [
+        ("auto", "auto"),
+        ("bfloat16", "auto"),
+        ("fp8", "fp8_ds_mla"),
+        ("fp8_ds_mla", "fp8_ds_mla"),
+        ("nvfp4_ds_mla", "nvfp4_ds_mla"),
+    ],
 )
 def test_kv_cache_dtypes_mean_what_they_say(sparse, given, format_):
     more = {"additional_config": {"mla_products": "fp8"}} if format_ == "fp8_ds_mla" else {}
