@@ -33,7 +33,7 @@ SlotList expect_pages(const CacheView& cache, const Tensor& block_table, const T
 Products expect_products(int64_t number, const CacheFormat& format) {
   const auto products = static_cast<Products>(expect_range(number, "products", 0, kProductsCount - 1));
   if (products == Products::fp8 && format.code != Code::e4m3)
-    reject("products", "'exact' with " + std::string(format.name) + " rows, which have no e4m3 numbers", "'fp8'");
+    reject("products", "'exact' with " + std::string(format.name) + " rows, whose latent values are not e4m3", "'fp8'");
   return products;
 }
 

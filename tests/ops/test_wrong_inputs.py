@@ -135,7 +135,7 @@ CASES = {
     "scales too large together": (right.attention("fp8_tensor_576", scale=1e30, cache_scale=1e30), ValueError, r"^scale \* cache_scale must be a finite number; got 1e\+60"),
     "products are none there are": (right.attention(products="fast"), ValueError, r"^products must be one of exact, fp8; got 'fast'"),
     "products are no text": (right.attention(products=True), TypeError, r"^products must be a str; got bool"),
-    "products of bf16 rows": (right.attention("bf16", products="fp8"), ValueError, r"^products must be 'exact' with bf16 rows, which have no e4m3 numbers; got 'fp8'"),
+    "products of bf16 rows": (right.attention("bf16", products="fp8"), ValueError, r"^products must be 'exact' with bf16 rows, whose latent values are not e4m3; got 'fp8'"),
     "products of staged rows": (right.attention(cache=mla_backend.STAGED.new_cache(2, 4), products="fp8"), ValueError, r"^products must be 'exact' with staged rows"),
     "products with a second cache of bf16": (right.attention("fp8_model1", with_extra=True, extra_cache=torch.zeros(2, 4, 512).bfloat16(), products="fp8"), ValueError, r"^products must be 'exact' with bf16_512 rows"),
     "products of dense bf16 rows": (right.dense(products="fp8"), ValueError, r"^products must be 'exact' with bf16 rows"),
