@@ -137,9 +137,9 @@ struct Nvfp4Rows {
   }
 };
 
-// Eight warps produce a CTA's tiles. `begin_token(token, tile)` is called after a token's first tile, which is the
-// CTA's tile number `tile`. The next tile is then loaded afterwards: there are registers for either.
-template <bool kPaged, int kStages, int kTileBytes, typename BeginToken>
+// As produce_converted(). The tile after a token's first one is loaded after `begin_token`: there are registers for
+// either.
+template <bool kPaged, int kFirstQueries, int kStages, int kTileBytes, typename BeginToken>
 __device__ __forceinline__ void produce_nvfp4(const CtaWork& cta, uint8_t (&tiles)[kStages][kTileBytes],
                                               uint8_t (&valid)[kStages][kTileTokens], Barrier (&full)[kStages],
                                               Barrier (&empty)[kStages], int warp, int lane, const EarlySlot& early,
@@ -154,10 +154,11 @@ __device__ __forceinline__ void produce_nvfp4(const CtaWork& cta, uint8_t (&tile
     for (; tile < end; ++tile) {
       const int stage = tile % kStages;
       wait(empty[stage], tile / kStages % 2 ^ 1);
-      rows.convert(tiles[stage], valid[stage], tile > begin);
+      const bool begins = tile == begin && tile >= kFirstQueries;
+      rows.convert(tiles[stage], valid[stage], !begins);
       arrive_as_warp(full[stage]);
-      if (tile > begin) continue;
-      begin_token(token, tile);
+      if (!begins) continue;
+      begin_token(token);
       rows.find();
       rows.load();
     }

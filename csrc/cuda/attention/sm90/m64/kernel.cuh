@@ -627,8 +627,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const CtaWo
       }
     }
   } else if constexpr (is_converted(kRows)) {
-    produce_converted<kRows, kPaged>(cta, s.tiles, s.plain, s.full, s.empty, warp, lane, {},
-                                     [&](int token, int) { queries(token); });
+    produce_converted<kRows, kPaged, 0>(cta, s.tiles, s.plain, s.full, s.empty, warp, lane, {}, queries);
   } else {
     TileCursor cursor(cta);
     TileRequest<kPaged> next(cursor, warp * kWarpRows + lane % kWarpRows);
