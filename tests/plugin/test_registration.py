@@ -233,6 +233,8 @@ def test_models_whose_cached_rows_have_no_rope_are_served(sparse, tmp_path, give
     config = config_of(folder, kv_cache_dtype=given, attention_backend="SPARSE_MLA")
     assert config.attention_config.backend.name == "SPARSE_MLA" and config.cache_config.cache_dtype == given
     assert config.model_config.get_head_size() == 512
+    with pytest.raises(ValueError, match="--kv-cache-dtype must be one of .*; got nvfp4_ds_mla"):
+        config_of(folder, kv_cache_dtype="nvfp4_ds_mla", attention_backend="SPARSE_MLA")
 
 
 def test_models_without_this_attention_are_refused_by_name(sparse, tmp_path):
