@@ -61,7 +61,7 @@ def compiled(function):
 def test_attention_compiles_without_a_graph_break(fmt):
     p = random_problem(fmt, tokens=3, heads=5, topk=40, topk_length=torch.tensor([0, 7, 40], dtype=torch.int32))
 
-    more = {"cache_format": fmt, "products": "fp8" if mla_backend.FORMATS[fmt].quantised else "exact"}
+    more = {"cache_format": fmt, "products": "fp8" if mla_backend.FORMATS[fmt].fp8 else "exact"}
 
     def step(q, cache, indices, lengths):
         plan = mla_backend.plan(q.shape[0], indices.shape[1], topk_length=lengths, **more)

@@ -19,10 +19,12 @@ constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 // Registers per thread at launch; setmaxnreg redistributes them. With up to 16 heads per CTA nothing may spill: a
 // launch with local memory begins with a wait for it.
 constexpr uint32_t kRegisters = 128;
-template <int kHeads>
-constexpr uint32_t kConsumerRegisters = kHeads > 16 ? 216 : 168;
-template <int kHeads>
-constexpr uint32_t kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kHeads>;
+template <Rows kRows, int kHeads>
+constexpr uint32_t kConsumerRegisters = kHeads <= 16       ? 168
+                                        : is_scaled(kRows) ? 216
+                                                           : 208;
+template <Rows kRows, int kHeads>
+constexpr uint32_t kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kRows, kHeads>;
 
 // Whether split tokens are combined by the kernel that is launched next. With up to 16 heads per CTA this kernel
 // does it itself.
@@ -66,6 +68,7 @@ constexpr int kSharedBytes = sizeof(Shared<kRows, kHeads>);
 
 constexpr int kMostSharedBytes = 227 * 1024;  // of a CTA on sm_90
 static_assert(kSharedBytes<Rows::fp8_ds_mla, 32> <= kMostSharedBytes &&
+              kSharedBytes<Rows::nvfp4_352, 32> <= kMostSharedBytes &&
               kSharedBytes<Rows::fp8_ds_mla, 16> <= kMostSharedBytes &&
               kSharedBytes<Rows::fp8_tensor_576, 16> <= kMostSharedBytes &&
               kSharedBytes<Rows::bf16, 16> <= kMostSharedBytes && kSharedBytes<Rows::any_512, 16> <= kMostSharedBytes);

@@ -1,5 +1,5 @@
-// Sparse attention for up to 16 heads per CTA on Hopper, and for up to 32 with fp8_ds_mla rows. Operands are swapped:
-// tokens are the 64 rows of wgmma and heads its columns, so that few heads fill the instruction.
+// Sparse attention for up to 16 heads per CTA on Hopper, and for up to 32 with fp8_ds_mla and nvfp4_352 rows. Operands
+// are swapped: tokens are the 64 rows of wgmma and heads its columns, so that few heads fill the instruction.
 //
 //   scores  S^T [64 tokens x heads] = K [64 x 576] Q^T     (or 512)
 //   values  O^T [512 dims x heads] += V^T [512 x 64] P^T
@@ -466,13 +466,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   const int head_begin = blockIdx.x * kHeads;
   const int warp = warp_of_cta(), lane = threadIdx.x % 32;
   if (warp < kConsumerWarps) {
-    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();
+    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kRows, kHeads>>();
     pdl_wait();
     pdl_launch_dependents();
     Consumer<kRows, kHeads, kForm> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
     consumer.run(CtaWork(p, blockIdx.y, kTileTokens));
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kHeads>>();
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kRows, kHeads>>();
     pdl_wait();
     Own::template produce<kForm == Form::dense>(p, s, head_begin, warp - kConsumerWarps, lane);
   }
