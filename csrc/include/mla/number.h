@@ -95,6 +95,21 @@ MLA_HOST_DEVICE uint8_t float_to_e4m3(float x) {
   return static_cast<uint8_t>(sign | ((rounded >> 20) - (120u << 3)));
 }
 
+// e2m1: 0, 1/2, 1, 3/2, 2, 3, 4 and 6, with a sign, in the lower four bits.
+MLA_HOST_DEVICE float e2m1_to_float(uint32_t number) {
+  const uint32_t exponent = number >> 1 & 3u, mantissa = number & 1u;
+  const auto half = static_cast<float>(exponent ? (2u + mantissa) << (exponent - 1) : mantissa);
+  return bits_float(float_bits(half * 0.5f) | (number & 8u) << 28);
+}
+
+// Round to nearest, ties to even, saturating at +-6, as NaN becomes 6: what Blackwell's instruction does.
+MLA_HOST_DEVICE uint32_t float_to_e2m1(float x) {
+  const float size = bits_float(float_bits(x) & 0x7fffffffu);
+  const uint32_t sign = x == x ? float_bits(x) >> 28 & 8u : 0u;
+  return sign | (!(size <= 0.25f) + !(size < 0.75f) + !(size <= 1.25f) + !(size < 1.75f) + !(size <= 2.5f) +
+                 !(size < 3.5f) + !(size <= 5.0f));
+}
+
 // A byte that is a power of two: 2^(byte - 127), and NaN for 255.
 MLA_HOST_DEVICE float ue8m0_to_float(uint8_t byte) {
   if (byte == 0xffu) return bits_float(0x7fc00000u);

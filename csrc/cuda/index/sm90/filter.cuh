@@ -12,6 +12,8 @@
 //
 // Two CTAs share a processor: while one sums up, the other's products occupy the tensor cores.
 //
+// MXFP4 keys become e4m3 in the registers that they are multiplied from (mxfp4.cuh).
+//
 // A score is one sequence of operations, whatever the number of tokens, the tile's place and the CTA.
 #pragma once
 
@@ -23,6 +25,7 @@
 #include "cuda/common/swizzle.cuh"
 #include "cuda/common/vector.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/index/sm90/mxfp4.cuh"
 #include "cuda/index/sm90/share.cuh"
 
 namespace mla::cuda::index::sm90 {
@@ -41,16 +44,24 @@ using KeysAtom =
                        std::conditional_t<kColumns == 64, gmma::MMA_64x64x32_F32E4M3E4M3_SS_TN<>,
                                           std::conditional_t<kColumns == 32, gmma::MMA_64x32x32_F32E4M3E4M3_SS_TN<>,
                                                              gmma::MMA_64x16x32_F32E4M3E4M3_SS_TN<>>>>;
+// The same, with keys in registers.
+template <int kColumns>
+using RegisterKeysAtom =
+    std::conditional_t<kColumns == 128, gmma::MMA_64x128x32_F32E4M3E4M3_RS_TN<>,
+                       std::conditional_t<kColumns == 64, gmma::MMA_64x64x32_F32E4M3E4M3_RS_TN<>,
+                                          std::conditional_t<kColumns == 32, gmma::MMA_64x32x32_F32E4M3E4M3_RS_TN<>,
+                                                             gmma::MMA_64x16x32_F32E4M3E4M3_RS_TN<>>>>;
 
-// kHeads: of a token, some of them zeros.
-template <int kHeads, int kTokens>
+// kHeads: of a token, some of them zeros. kMx: keys are MXFP4, else e4m3.
+template <int kHeads, int kTokens, bool kMx>
 struct FilterShared {
   static constexpr int kColumns = kHeads * kTokens;
-  static constexpr int kStages = kColumns == 256 ? 6 : kTokens > 1 ? 8 : 10;
+  static constexpr int kStages = kMx ? (kColumns == 256 ? 12 : 16) : kColumns == 256 ? 6 : kTokens > 1 ? 8 : 10;
   static constexpr int kFlags = 32;  // at least kStages + kRing
-  SwizzledRows<kTileKeys> keys[kStages];
+  std::conditional_t<kMx, MxTile, SwizzledRows<kTileKeys>> keys[kStages];
   SwizzledRows<kColumns> queries;
-  alignas(16) float scale[kStages][kTileKeys];
+  alignas(16) float scale[kStages][kTileKeys];  // MXFP4: four bytes
+  std::conditional_t<kMx, MxTables, int> tables;
   float4 weight[kColumns / 4];  // of a lane's four columns of 16: [token][16 columns][lane % 4]
   float scores[kRing][kTokens][kScoreStride];
   // What the lists of a token share.
@@ -66,16 +77,17 @@ struct FilterShared {
   alignas(8) Barrier full[kStages], empty[kStages], scored[kRing], taken[kRing];
 };
 
-template <int kHeads, int kTokens>
+template <int kHeads, int kTokens, bool kMx>
 struct Filter {
-  using Shared = FilterShared<kHeads, kTokens>;
+  using Shared = FilterShared<kHeads, kTokens, kMx>;
+  static constexpr int kKeyBytes = key_value_bytes(kMx ? KeyNumber::mxfp4 : KeyNumber::e4m3);
   static constexpr int kColumns = Shared::kColumns, kStages = Shared::kStages;
   // Of each token so many warps, and lists: they take the tiles in turn, each a stretch of neighbours.
   static constexpr int kStretches = kLists / kTokens;
-  // 256 columns come in halves, for which registers are enough.
-  static constexpr int kHalves = kColumns == 256 ? 2 : 1;
-  static constexpr int kHalfColumns = kColumns / kHalves;
-  using Atom = KeysAtom<kHalfColumns>;
+  // Many columns come in parts, for which registers are enough.
+  static constexpr int kParts = kMx && kColumns > 64 ? kColumns / 64 : kColumns == 256 ? 2 : 1;
+  static constexpr int kPartColumns = kColumns / kParts;
+  using Atom = std::conditional_t<kMx, RegisterKeysAtom<kPartColumns>, KeysAtom<kPartColumns>>;
 
   const Problem& p;
   Shared& s;
@@ -92,6 +104,7 @@ struct Filter {
       }
       cutlass::arch::fence_barrier_init();
     }
+    if constexpr (kMx) s.tables.init();
   }
 
   // ---- the warpgroup that multiplies ----
@@ -146,7 +159,17 @@ struct Filter {
         else
           load_bytes<kPieceBytes, false>(from, &values);
       }
-      *reinterpret_cast<uint4*>(s.queries.bytes + (s.queries.address(column, piece) - s.queries.address())) = values;
+      const auto to = [&](int piece) {
+        return reinterpret_cast<uint4*>(s.queries.bytes + (s.queries.address(column, piece) - s.queries.address()));
+      };
+      if constexpr (kMx) {
+        const uint32_t words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          reinterpret_cast<uint32_t*>(to(mx_piece(4 * piece + j)))[mx_word(4 * piece + j)] = words[j];
+      } else {
+        *to(piece) = values;
+      }
     }
 #pragma unroll 1
     for (int i = thread; i < kColumns; i += kMathThreads) {
@@ -166,16 +189,21 @@ struct Filter {
 #pragma unroll
       for (int j = 0; j < kColumns / 16; ++j) kept[j] = weights[4 * j];
     const uint64_t queries = smem_descriptor_uniform(s.queries.address());
-    const uint64_t keys = smem_descriptor_uniform(s.keys[0].address());
+    [[maybe_unused]] const uint64_t keys = smem_descriptor_uniform(s.keys[0].address());
     uint32_t stage = step % kStages, parity = step / kStages & 1;
-    float acc[kHalfColumns / 2], linear[kTokens][2], absolute[kTokens][2];
-    const auto multiply_half = [&](int half, uint32_t stage) {
+    float acc[kPartColumns / 2], linear[kTokens][2], absolute[kTokens][2];
+    uint32_t a[kMx ? kIndexDim / 32 : 1][4];
+    const auto multiply_part = [&](int part, uint32_t stage) {
       fence_acc(acc);
       cute::warpgroup_arrive();
 #pragma unroll
-      for (int k = 0; k < kIndexDim / 32; ++k)
-        wgmma<Atom>(acc, keys + stage * (kTileKeys * kRowBytes / 16) + 2 * k,
-                    queries + half * (kHalfColumns * kRowBytes / 16) + 2 * k, k > 0);
+      for (int k = 0; k < kIndexDim / 32; ++k) {
+        const uint64_t b = queries + part * (kPartColumns * kRowBytes / 16) + 2 * k;
+        if constexpr (kMx)
+          wgmma<Atom>(acc, a[k], b, k > 0);
+        else
+          wgmma<Atom>(acc, keys + stage * (kTileKeys * kRowBytes / 16) + 2 * k, b, k > 0);
+      }
       cute::warpgroup_commit_batch();
     };
     const auto wait_for_keys = [&](uint32_t stage, uint32_t parity) {
@@ -183,14 +211,14 @@ struct Filter {
       if (!p.whole_tiles) fence_async_shared();
     };
     // 2 relu(x) = x + |x|
-    const auto sum_half = [&](int half) {
+    const auto sum_part = [&](int part) {
       constexpr int kSixteens = kHeads / 16;  // of a token
-      constexpr int kOfHalf = kHalfColumns / 16, kStep = kOfHalf > kSixteens ? kOfHalf / kSixteens : 1;
+      constexpr int kOfPart = kPartColumns / 16, kStep = kOfPart > kSixteens ? kOfPart / kSixteens : 1;
 #pragma unroll
-      for (int j = 0; j < kOfHalf / kStep; ++j) {
+      for (int j = 0; j < kOfPart / kStep; ++j) {
 #pragma unroll
         for (int i = 0; i < kStep; ++i) {  // tokens next to one another: their sums don't wait for each other
-          const int own = i * kSixteens + j, sixteen = half * kOfHalf + own, token = sixteen / kSixteens;
+          const int own = i * kSixteens + j, sixteen = part * kOfPart + own, token = sixteen / kSixteens;
           const float4 weight = kKept ? kept[kKept ? sixteen : 0] : weights[4 * sixteen];
           const float four[4] = {weight.x, weight.y, weight.z, weight.w};
 #pragma unroll
@@ -207,20 +235,26 @@ struct Filter {
 #pragma unroll 1
     for (const uint32_t end = step + tiles; step != end; ++step) {
       wait_for_keys(stage, parity);
-      const float scale[2] = {s.scale[stage][row], s.scale[stage][row + 8]};
+      float scale[2] = {1.0f, 1.0f};
+      [[maybe_unused]] MxScales mx;
+      if constexpr (kMx) {
+        mx = MxScales(s.scale[stage], row);
+        mx_to_e4m3(s.keys[stage], s.tables, row, mx, a);
+      } else {
+        scale[0] = s.scale[stage][row], scale[1] = s.scale[stage][row + 8];
+      }
 #pragma unroll
       for (int token = 0; token < kTokens; ++token)
 #pragma unroll
         for (int i = 0; i < 2; ++i) linear[token][i] = absolute[token][i] = 0.0f;
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        multiply_half(half, stage);
+      for (int part = 0; part < kParts; ++part) {
+        multiply_part(part, stage);
         cute::warpgroup_wait<0>();
         fence_acc(acc);
-        if (half == kHalves - 1) arrive_as_warp(s.empty[stage]);
-        sum_half(half);
+        if (!kMx && part == kParts - 1) arrive_as_warp(s.empty[stage]);
+        sum_part(part);
       }
-      if (++stage == kStages) stage = 0, parity ^= 1;
 
       float values[2 * kTokens];
 #pragma unroll
@@ -233,12 +267,49 @@ struct Filter {
       const int half = kLaneKeys == 2 ? 0 : lane_key() / 8;
 #pragma unroll
       for (int i = 0; i < kLaneKeys; ++i) {
-        const float factor = fabsf(i + half ? scale[1] : scale[0]);
-        const float score = __fmul_rn(0.5f * scores[i], factor);
+        float score;
+        if constexpr (kMx)
+          score = __fmul_rn((0.5f * kMxUnit) * scores[i], mx.factor(i + half));
+        else
+          score = __fmul_rn(0.5f * scores[i], fabsf(i + half ? scale[1] : scale[0]));
         if (lane_has_key()) s.scores[ring][lane_token()][row + 8 * (i + half)] = score;
       }
+      if constexpr (kMx) {
+        if (__any_sync(~0u, mx.far_apart())) score_keys_apart(stage, ring, mx);
+        arrive_as_warp(s.empty[stage]);
+      }
       arrive_as_warp(s.scored[ring]);
+      if (++stage == kStages) stage = 0, parity ^= 1;
     }
+  }
+
+  // Scores again the warp's keys whose scales lie too far apart for one product, a head a lane at a time. Slow and rare.
+  __device__ void score_keys_apart(uint32_t stage, uint32_t ring, const MxScales& mx) const {
+    const int lane = threadIdx.x % 32;
+    const uint32_t apart[2] = {__ballot_sync(~0u, mx.far_apart(0)), __ballot_sync(~0u, mx.far_apart(1))};
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i) {
+      if (!(apart[i / 8] >> i % 8 * 4 & 15)) continue;
+      const int row = threadIdx.x / 32 * 16 + i;
+#pragma unroll 1
+      for (int token = 0; token < kTokens; ++token) {
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int head = lane; head < kHeads; head += 32) {
+          const int column = token * kHeads + head;
+          const float product = mx_product(s.keys[stage], float_bits(s.scale[stage][row]), row, s.queries, column);
+          const float weight =
+              reinterpret_cast<const float*>(s.weight)[column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 +
+                                                       column % 2];
+          sum = fmaf(weight, product < 0.0f ? 0.0f : product, sum);  // NaN stays
+        }
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+        if (lane == 0) s.scores[ring][token][row] = sum;
+      }
+    }
+    __syncwarp();
   }
 
   __device__ void multiply(Share share) const {
@@ -318,16 +389,19 @@ struct Filter {
         s.valid[step % Shared::kFlags] = make_uint2(all, all);
         if (block >= 0) {
           const uint32_t key = key_at(turn), within = key - p.table_index(key) * p.table_index.divisor;
-          const uint32_t full = cast_smem_ptr_to_uint(&s.full[stage]);
-          arrive_and_expect(s.full[stage], kTileKeys * (kIndexDim + 4));
-          asm volatile(
-              "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-              "[%5];" ::"r"(s.keys[stage].address()),
-              "l"(&p.keys), "r"(0), "r"(within), "r"(block), "r"(full)
-              : "memory");
+          [[maybe_unused]] const uint32_t full = cast_smem_ptr_to_uint(&s.full[stage]);
+          const uint8_t* data = p.cache.data + block * p.cache.block_stride;
+          arrive_and_expect(s.full[stage], kTileKeys * (kKeyBytes + 4));
+          if constexpr (kMx)
+            copy_bulk(s.keys[stage].address(), data + int64_t{within} * kKeyBytes, kTileKeys * kKeyBytes, s.full[stage]);
+          else
+            asm volatile(
+                "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+                "[%5];" ::"r"(s.keys[stage].address()),
+                "l"(&p.keys), "r"(0), "r"(within), "r"(block), "r"(full)
+                : "memory");
           copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]),
-                    p.cache.data + block * p.cache.block_stride + p.cache.block_size * kIndexDim + int64_t{within} * 4,
-                    kTileKeys * 4, s.full[stage]);
+                    data + p.cache.block_size * kKeyBytes + int64_t{within} * 4, kTileKeys * 4, s.full[stage]);
         } else {
           s.full[stage].arrive();
         }
@@ -348,19 +422,21 @@ struct Filter {
         const bool there = block >= 0;
         const uint32_t within = key - p.table_index(key) * p.table_index.divisor;
         const uint8_t* data = p.cache.data + (there ? block * p.cache.block_stride : 0);
-        values[half] = data + (there ? int64_t{within} * kIndexDim : 0);
-        scales[half] = data + (there ? p.cache.block_size * kIndexDim + int64_t{within} * 4 : 0);
+        values[half] = data + (there ? int64_t{within} * kKeyBytes : 0);
+        scales[half] = data + (there ? p.cache.block_size * kKeyBytes + int64_t{within} * 4 : 0);
         valid[half] = __ballot_sync(~0u, there);
         ahead[half] = block_of(key_at(turn + 1) + lane + 32 * half);
       }
       wait(s.empty[stage], (step / kStages & 1) ^ 1);
       const uint32_t rows = s.keys[stage].address();
+      constexpr int kPieces = kKeyBytes / kPieceBytes;
 #pragma unroll
-      for (int i = 0; i < kTileKeys / 4; ++i) {
-        const int row = 4 * i + lane / 8;
-        const auto own = reinterpret_cast<uint64_t>(values[i / 8]);
+      for (int i = 0; i < kTileKeys * kPieces / 32; ++i) {
+        const int row = 32 / kPieces * i + lane / kPieces, piece = lane % kPieces, half = i / kPieces;
+        const auto own = reinterpret_cast<uint64_t>(values[half]);
         const auto* from_row = reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, own, row % 32));
-        copy_16_or_zero(swizzled(rows, row, lane % 8), from_row + lane % 8 * kPieceBytes, valid[i / 8] >> row % 32 & 1);
+        copy_16_or_zero(kMx ? rows + row * kKeyBytes + piece * kPieceBytes : swizzled(rows, row, piece),
+                        from_row + piece * kPieceBytes, valid[half] >> row % 32 & 1);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half)
@@ -651,11 +727,11 @@ struct Filter {
   }
 };
 
-template <int kHeads, int kTokens>
+template <int kHeads, int kTokens, bool kMx>
 __global__ void __launch_bounds__(kFilterThreads, kCtasPerProcessor) filter_kernel(const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t filter_memory[];
-  Filter<kHeads, kTokens>{p, *reinterpret_cast<FilterShared<kHeads, kTokens>*>(filter_memory)}.run();
+  Filter<kHeads, kTokens, kMx>{p, *reinterpret_cast<FilterShared<kHeads, kTokens, kMx>*>(filter_memory)}.run();
 #endif
 }
 
