@@ -180,6 +180,12 @@ struct Filter {
     }
   }
 
+  // A warp's 16 keys of a tile; those of e4m3 are multiplied where they lie.
+  struct Keys {
+    uint32_t a[kMx ? kIndexDim / 32 : 1][4];
+    std::conditional_t<kMx, MxScales, float[2]> scales;
+  };
+
   __device__ void score_tiles(uint32_t tiles, uint32_t& step) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
     const float4* weights = s.weight + lane % 4;
@@ -192,23 +198,29 @@ struct Filter {
     [[maybe_unused]] const uint64_t keys = smem_descriptor_uniform(s.keys[0].address());
     uint32_t stage = step % kStages, parity = step / kStages & 1;
     float acc[kPartColumns / 2], linear[kTokens][2], absolute[kTokens][2];
-    uint32_t a[kMx ? kIndexDim / 32 : 1][4];
-    const auto multiply_part = [&](int part, uint32_t stage) {
+    const auto multiply_part = [&](const Keys& now, int part) {
       fence_acc(acc);
       cute::warpgroup_arrive();
 #pragma unroll
       for (int k = 0; k < kIndexDim / 32; ++k) {
         const uint64_t b = queries + part * (kPartColumns * kRowBytes / 16) + 2 * k;
         if constexpr (kMx)
-          wgmma<Atom>(acc, a[k], b, k > 0);
+          wgmma<Atom>(acc, now.a[k], b, k > 0);
         else
           wgmma<Atom>(acc, keys + stage * (kTileKeys * kRowBytes / 16) + 2 * k, b, k > 0);
       }
       cute::warpgroup_commit_batch();
     };
-    const auto wait_for_keys = [&](uint32_t stage, uint32_t parity) {
+    // What lies in a stage, as it is multiplied.
+    const auto take = [&](uint32_t stage, uint32_t parity, Keys& keys) {
       wait(s.full[stage], parity);
-      if (!p.whole_tiles) fence_async_shared();
+      if constexpr (kMx) {
+        keys.scales = MxScales(s.scale[stage], row, lane);
+        mx_to_e4m3(s.keys[stage], s.tables, row, lane, keys.scales, keys.a);
+      } else {
+        if (!p.whole_tiles) fence_async_shared();
+        keys.scales[0] = s.scale[stage][row], keys.scales[1] = s.scale[stage][row + 8];
+      }
     };
     // 2 relu(x) = x + |x|
     const auto sum_part = [&](int part) {
@@ -232,24 +244,19 @@ struct Filter {
         }
       }
     };
-#pragma unroll 1
-    for (const uint32_t end = step + tiles; step != end; ++step) {
-      wait_for_keys(stage, parity);
-      float scale[2] = {1.0f, 1.0f};
-      [[maybe_unused]] MxScales mx;
-      if constexpr (kMx) {
-        mx = MxScales(s.scale[stage], row);
-        mx_to_e4m3(s.keys[stage], s.tables, row, mx, a);
-      } else {
-        scale[0] = s.scale[stage][row], scale[1] = s.scale[stage][row + 8];
-      }
+    const uint32_t end = step + tiles;
+    constexpr bool kAhead = kMx && kTokens == 1;  // the next tile is converted meanwhile; else registers are too few
+    const auto score_tile = [&](Keys& now, Keys& next) {
+      const uint32_t next_stage = stage + 1 == kStages ? 0 : stage + 1, next_parity = parity ^ (next_stage == 0);
+      if constexpr (!kAhead) take(stage, parity, now);
 #pragma unroll
       for (int token = 0; token < kTokens; ++token)
 #pragma unroll
         for (int i = 0; i < 2; ++i) linear[token][i] = absolute[token][i] = 0.0f;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        multiply_part(part, stage);
+        multiply_part(now, part);
+        if (kAhead && part == 0 && step + 1 != end) take(next_stage, next_parity, next);
         cute::warpgroup_wait<0>();
         fence_acc(acc);
         if (!kMx && part == kParts - 1) arrive_as_warp(s.empty[stage]);
@@ -258,8 +265,13 @@ struct Filter {
 
       float values[2 * kTokens];
 #pragma unroll
-      for (int i = 0; i < 2 * kTokens; ++i)
-        values[i] = fmaf(copysignf(1.0f, scale[i % 2]), linear[i / 2][i % 2], absolute[i / 2][i % 2]);
+      for (int i = 0; i < 2 * kTokens; ++i) {
+        const float sum = linear[i / 2][i % 2];
+        if constexpr (kMx)
+          values[i] = sum + absolute[i / 2][i % 2];
+        else
+          values[i] = fmaf(copysignf(1.0f, now.scales[i % 2]), sum, absolute[i / 2][i % 2]);
+      }
       float scores[kLaneKeys];
       add_lanes(values, scores);
       const uint32_t ring = step % kRing;
@@ -269,28 +281,35 @@ struct Filter {
       for (int i = 0; i < kLaneKeys; ++i) {
         float score;
         if constexpr (kMx)
-          score = __fmul_rn((0.5f * kMxUnit) * scores[i], mx.factor(i + half));
+          score = __fmul_rn((0.5f * kMxUnit) * scores[i], now.scales.factor(i + half));
         else
-          score = __fmul_rn(0.5f * scores[i], fabsf(i + half ? scale[1] : scale[0]));
+          score = __fmul_rn(0.5f * scores[i], fabsf(i + half ? now.scales[1] : now.scales[0]));
         if (lane_has_key()) s.scores[ring][lane_token()][row + 8 * (i + half)] = score;
       }
       if constexpr (kMx) {
-        if (__any_sync(~0u, mx.far_apart())) score_keys_apart(stage, ring, mx);
+        if (__any_sync(~0u, now.scales.far_apart())) score_keys_apart(stage, ring, now.scales);
         arrive_as_warp(s.empty[stage]);
       }
       arrive_as_warp(s.scored[ring]);
-      if (++stage == kStages) stage = 0, parity ^= 1;
-    }
+      stage = next_stage, parity = next_parity;
+      ++step;
+    };
+    Keys taken[2];
+    if constexpr (kAhead) take(stage, parity, taken[0]);
+#pragma unroll 1
+    do {
+      score_tile(taken[0], taken[1]);
+      if (kAhead && step != end) score_tile(taken[1], taken[0]);
+    } while (step != end);
   }
 
   // Scores again the warp's keys whose scales lie too far apart for one product, a head a lane at a time. Slow and rare.
   __device__ void score_keys_apart(uint32_t stage, uint32_t ring, const MxScales& mx) const {
     const int lane = threadIdx.x % 32;
-    const uint32_t apart[2] = {__ballot_sync(~0u, mx.far_apart(0)), __ballot_sync(~0u, mx.far_apart(1))};
-    __syncwarp();
+    const uint32_t apart = __ballot_sync(~0u, mx.far_apart(0)), apart_8_on = __ballot_sync(~0u, mx.far_apart(1));
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {
-      if (!(apart[i / 8] >> i % 8 * 4 & 15)) continue;
+      if (!((i < 8 ? apart : apart_8_on) >> i % 8 * 4 & 15)) continue;
       const int row = threadIdx.x / 32 * 16 + i;
 #pragma unroll 1
       for (int token = 0; token < kTokens; ++token) {

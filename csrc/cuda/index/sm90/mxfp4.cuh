@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "cuda/common/swizzle.cuh"
+#include "cuda/common/wgmma.cuh"
 #include "cuda/index/sm90/lists.h"
 #include "mla/number.h"
 
@@ -33,6 +34,7 @@ struct MxTables {
   __device__ void init() {
     if (threadIdx.x >= kMxApart + 2) return;
     uint32_t words[2] = {};
+#pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t byte = float_to_e4m3(e2m1_to_float(i) * two_to(6 - static_cast<int>(threadIdx.x)));
       words[i / 4] |= (0x80u | byte) << i % 4 * 8;
@@ -45,19 +47,17 @@ struct MxTables {
 __host__ __device__ constexpr int mx_piece(int word) { return word % 8; }
 __host__ __device__ constexpr int mx_word(int word) { return word / 8; }
 
-__device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
-
 // A lane's group in two rows of a tile, 8 apart: how far its scales are from the key's largest, and these. In halves of
 // a register.
 struct MxScales {
   uint32_t largest, apart;
 
   MxScales() = default;
-  __device__ MxScales(const float* scales, int row) {
-    const auto* own = reinterpret_cast<const uint8_t*>(scales + row) + threadIdx.x % 4;
+  __device__ MxScales(const float* scales, int row, int lane) {
+    const auto* own = reinterpret_cast<const uint8_t*>(scales + row) + lane % 4;
     const uint32_t both = own[0] | uint32_t{own[8 * kKeyScaleBytes]} << 16;
-    largest = max_halves(both, __shfl_xor_sync(~0u, both, 1));
-    largest = max_halves(largest, __shfl_xor_sync(~0u, largest, 2));
+    largest = __vmaxu2(both, __shfl_xor_sync(~0u, both, 1));
+    largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, 2));
     apart = largest - both;
   }
   __device__ uint32_t table(int half) const { return __vminu2(apart, (kMxApart + 1) * 0x10001u) >> 16 * half & 0xffff; }
@@ -78,26 +78,27 @@ __device__ __forceinline__ uint32_t look_up(uint32_t low, uint32_t high, uint32_
   return bytes;
 }
 
-// Four e2m1 numbers, in the lower 16 bits of `magnitudes` without their signs, as e4m3.
-__device__ __forceinline__ uint32_t mx_four(uint2 table, uint32_t magnitudes, uint32_t nibbles) {
-  // the sign goes where there is none
-  return look_up(table.x, table.y, magnitudes) - 2 * look_up(0x40404040u, 0x40404040u, nibbles);
+// Four e2m1 numbers, in the lower 16 bits of `magnitudes` without their signs, as e4m3. The sign goes where there is
+// none.
+__device__ __forceinline__ uint32_t mx_four(uint2 table, uint32_t magnitudes, uint32_t nibbles, uint32_t half_signs) {
+  return look_up(table.x, table.y, magnitudes) - 2 * look_up(half_signs, half_signs, nibbles);
 }
 
 // A lane's part of a tile, for the four steps of the product. `row` is its first one of two.
-__device__ __forceinline__ void mx_to_e4m3(const MxTile& tile, const MxTables& tables, int row, const MxScales& scales,
+__device__ __forceinline__ void mx_to_e4m3(const MxTile& tile, const MxTables& tables, int row, int lane, const MxScales& scales,
                                            uint32_t (&a)[kIndexDim / 32][4]) {
+  uint32_t half_signs = 0x40404040u;
+  hide(half_signs);  // or it is moved to a register for each use
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint4 own =
-        reinterpret_cast<const uint4*>(tile.bytes)[(row + 8 * half) * (kIndexDim / 32) + threadIdx.x % 4];
+    const uint4 own = reinterpret_cast<const uint4*>(tile.bytes)[(row + 8 * half) * (kIndexDim / 32) + lane % 4];
     const uint2 table = tables.magnitudes[scales.table(half)];
     const uint32_t words[4] = {own.x, own.y, own.z, own.w};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const uint32_t magnitudes = words[k] & 0x77777777u;
-      a[k][half] = mx_four(table, magnitudes, words[k]);
-      a[k][2 + half] = mx_four(table, magnitudes >> 16, words[k] >> 16);
+      a[k][half] = mx_four(table, magnitudes, words[k], half_signs);
+      a[k][2 + half] = mx_four(table, magnitudes >> 16, words[k] >> 16, half_signs);
     }
   }
 }
