@@ -188,6 +188,7 @@ struct Filter {
 
   __device__ void score_tiles(uint32_t tiles, uint32_t& step) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+    [[maybe_unused]] const uint32_t mx_group = hidden(row * kKeyGroups + lane % 4);
     const float4* weights = s.weight + lane % 4;
     constexpr bool kKept = kColumns <= 64;  // weights, in registers
     float4 kept[kKept ? kColumns / 16 : 1];
@@ -215,8 +216,8 @@ struct Filter {
     const auto take = [&](uint32_t stage, uint32_t parity, Keys& keys) {
       wait(s.full[stage], parity);
       if constexpr (kMx) {
-        keys.scales = MxScales(s.scale[stage], row, lane);
-        mx_to_e4m3(s.keys[stage], s.tables, row, lane, keys.scales, keys.a);
+        keys.scales = MxScales(s.scale[stage], mx_group);
+        mx_to_e4m3(s.keys[stage], s.tables, mx_group, keys.scales, keys.a);
       } else {
         if (!p.whole_tiles) fence_async_shared();
         keys.scales[0] = s.scale[stage][row], keys.scales[1] = s.scale[stage][row + 8];

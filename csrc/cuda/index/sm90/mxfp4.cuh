@@ -11,13 +11,13 @@
 #include <cstdint>
 
 #include "cuda/common/swizzle.cuh"
-#include "cuda/common/wgmma.cuh"
 #include "cuda/index/sm90/lists.h"
 #include "mla/number.h"
 
 namespace mla::cuda::index::sm90 {
 
 constexpr int kMxApart = 14;         // the powers of two between scales that one product takes
+constexpr int kKeyGroups = kIndexDim / kMxGroup;
 constexpr float kMxUnit = 0x1p-6f;  // of a key's largest scale
 
 struct MxTile {
@@ -30,8 +30,10 @@ struct MxTile {
 // a sign.
 struct MxTables {
   uint2 magnitudes[kMxApart + 2];  // the last one: further apart; its numbers don't matter
+  uint32_t half_signs;             // a constant that the compiler doesn't know: it would move it for each use
 
   __device__ void init() {
+    half_signs = 0x40404040u;
     if (threadIdx.x >= kMxApart + 2) return;
     uint32_t words[2] = {};
 #pragma unroll
@@ -53,9 +55,9 @@ struct MxScales {
   uint32_t largest, apart;
 
   MxScales() = default;
-  __device__ MxScales(const float* scales, int row, int lane) {
-    const auto* own = reinterpret_cast<const uint8_t*>(scales + row) + lane % 4;
-    const uint32_t both = own[0] | uint32_t{own[8 * kKeyScaleBytes]} << 16;
+  __device__ MxScales(const float* scales, uint32_t group) {
+    const auto* own = reinterpret_cast<const uint8_t*>(scales) + group;
+    const uint32_t both = own[0] | uint32_t{own[8 * kKeyGroups]} << 16;
     largest = __vmaxu2(both, __shfl_xor_sync(~0u, both, 1));
     largest = __vmaxu2(largest, __shfl_xor_sync(~0u, largest, 2));
     apart = largest - both;
@@ -84,14 +86,13 @@ __device__ __forceinline__ uint32_t mx_four(uint2 table, uint32_t magnitudes, ui
   return look_up(table.x, table.y, magnitudes) - 2 * look_up(half_signs, half_signs, nibbles);
 }
 
-// A lane's part of a tile, for the four steps of the product. `row` is its first one of two.
-__device__ __forceinline__ void mx_to_e4m3(const MxTile& tile, const MxTables& tables, int row, int lane, const MxScales& scales,
-                                           uint32_t (&a)[kIndexDim / 32][4]) {
-  uint32_t half_signs = 0x40404040u;
-  hide(half_signs);  // or it is moved to a register for each use
+// A lane's part of a tile, for the four steps of the product. `group` is its first one of two, of all groups of a tile.
+__device__ __forceinline__ void mx_to_e4m3(const MxTile& tile, const MxTables& tables, uint32_t group,
+                                           const MxScales& scales, uint32_t (&a)[kIndexDim / 32][4]) {
+  const uint32_t half_signs = tables.half_signs;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint4 own = reinterpret_cast<const uint4*>(tile.bytes)[(row + 8 * half) * (kIndexDim / 32) + lane % 4];
+    const uint4 own = reinterpret_cast<const uint4*>(tile.bytes)[group + 8 * kKeyGroups * half];
     const uint2 table = tables.magnitudes[scales.table(half)];
     const uint32_t words[4] = {own.x, own.y, own.z, own.w};
 #pragma unroll
