@@ -52,6 +52,24 @@ struct Fp32Arithmetic {
 template <typename Arithmetic>
 constexpr int kWords = kIndexDim / Arithmetic::kPack;
 
+constexpr float kE2m1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+constexpr float kMxUnit = 4.0f;  // MXFP4 keys are divided by it, or the largest would be infinite
+
+// MXFP4 values and their scales as words: bf16 holds every such number, too.
+template <typename Arithmetic>
+inline void widen_mxfp4(const uint8_t* from, const uint8_t* scales, uint32_t* words) {
+  for (int group = 0; group < kIndexDim / kMxGroup; ++group) {
+    const float scale = ue8m0_to_float(scales[group]) * (1.0f / kMxUnit);
+    for (int i = group * kMxGroup / 2; i < (group + 1) * kMxGroup / 2; ++i) {
+      const uint32_t low = float_bits(kE2m1[from[i] & 15] * scale), high = float_bits(kE2m1[from[i] >> 4] * scale);
+      if constexpr (Arithmetic::kPack == 1)
+        words[2 * i] = low, words[2 * i + 1] = high;
+      else
+        words[i] = low >> 16 | (high & 0xffff0000u);
+    }
+  }
+}
+
 inline int vectors_of(const IndexProblem& p) { return (p.heads + kLanes - 1) / kLanes; }
 
 template <typename Arithmetic, typename Number>
@@ -74,11 +92,11 @@ inline void load_queries(const IndexProblem& p, const ScoreRange& s, Workspace& 
 }
 
 // Keys [begin, begin + count) of a request, as words. A position without a key keeps what was there.
-template <typename Arithmetic, bool kQuantised>
+template <typename Arithmetic, KeyNumber kNumber>
 inline void load_keys(const IndexProblem& p, int64_t request, int begin, int count, Workspace& w) {
   const bool listed = request >= 0 && request < p.requests;
   const int32_t* table = p.block_table + (listed ? request * p.table_stride : 0);
-  constexpr int kKeyBytes = kQuantised ? kIndexDim : 2 * kIndexDim;
+  constexpr int kKeyBytes = key_value_bytes(kNumber);
   int64_t entry = begin / p.cache.block_size, offset = begin % p.cache.block_size;
   for (int t = 0; t < count; ++t, ++offset) {
     if (offset == p.cache.block_size) ++entry, offset = 0;
@@ -86,9 +104,17 @@ inline void load_keys(const IndexProblem& p, int64_t request, int begin, int cou
     w.has_key[t] = block >= 0 && block < p.cache.blocks;
     if (!w.has_key[t]) continue;
     const uint8_t* data = p.cache.data + block * p.cache.block_stride;
-    Arithmetic::template widen_key<kQuantised>(data + offset * kKeyBytes, w.keys + t * kWords<Arithmetic>);
-    w.scale[t] = 1.0f;
-    if (kQuantised) __builtin_memcpy(&w.scale[t], data + p.cache.block_size * kKeyBytes + offset * 4, 4);
+    const uint8_t* values = data + offset * kKeyBytes;
+    const uint8_t* scales = data + p.cache.block_size * kKeyBytes + offset * kKeyScaleBytes;
+    uint32_t* words = w.keys + t * kWords<Arithmetic>;
+    if constexpr (kNumber == KeyNumber::mxfp4) {
+      widen_mxfp4<Arithmetic>(values, scales, words);
+      w.scale[t] = kMxUnit;
+    } else {
+      Arithmetic::template widen_key<kNumber == KeyNumber::e4m3>(values, words);
+      w.scale[t] = 1.0f;
+      if (kNumber == KeyNumber::e4m3) __builtin_memcpy(&w.scale[t], scales, 4);
+    }
   }
 }
 
@@ -170,10 +196,16 @@ inline void score_with(const IndexProblem& p, const ScoreRange& s, Workspace& w)
   for (int begin = s.begin; begin < s.end; begin += kTile) {
     const int count = s.end - begin < kTile ? s.end - begin : kTile;
     const int64_t request = p.request[s.token];
-    if (p.cache.quantised)
-      load_keys<Arithmetic, true>(p, request, begin, count, w);
-    else
-      load_keys<Arithmetic, false>(p, request, begin, count, w);
+    switch (p.cache.number) {
+      case KeyNumber::bf16:
+        load_keys<Arithmetic, KeyNumber::bf16>(p, request, begin, count, w);
+        break;
+      case KeyNumber::e4m3:
+        load_keys<Arithmetic, KeyNumber::e4m3>(p, request, begin, count, w);
+        break;
+      case KeyNumber::mxfp4:
+        load_keys<Arithmetic, KeyNumber::mxfp4>(p, request, begin, count, w);
+    }
     for (int t = 0; t < s.tokens; ++t) {
       const int64_t seen = int64_t{p.length[s.token + t]} - begin;
       float* scores = s.scores + t * s.score_token + (begin - s.begin);
