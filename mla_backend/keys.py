@@ -1,4 +1,4 @@
-"""The formats of the indexer's keys, 128 values a token, and how they are written, in plain PyTorch.
+"""The formats of the indexer's keys, 128 values a token, and how they are written: FP8 and bf16 in plain PyTorch.
 
 `fp8` is what DeepSeek-V3.2's indexer reads in vLLM: in each block first the e4m3 values of all its tokens, then one
 fp32 scale a token, which is a power of two. `mxfp4_68` is what vLLM calls mxfp4: in each block first the values of all
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mla_backend import library  # noqa: F401  (registers the ops)
 from mla_backend.arguments import (
+    call,
     described,
     dtype_name,
     require_device_of,
@@ -27,9 +28,6 @@ SMALLEST_AMAX = 1e-4
 """The smallest amax that a scale is made from, as in vLLM."""
 GROUP = 32
 """MXFP4 values with one scale."""
-E2M1_MAX = 6.0
-E2M1_BOUNDS = 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0
-"""Between neighbours of e2m1, 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A tie goes to the one with an even code."""
 MANTISSA, EXPONENT = 0x007FFFFF, 0x7F800000
 """Bits of an fp32 number."""
 
@@ -82,6 +80,10 @@ class KeyAddresses:
     def __init__(self, cache: Tensor, slots: Tensor, *, any_valid: bool = False):
         _require(cache=cache, slots=slots)
         blocks, block_size, _ = cache.shape
+        self._slots = slots.long() if _is_mxfp4(cache) else None
+        if self._slots is not None:
+            self.source = torch.arange(len(slots), device=slots.device)
+            return
         self._dtype, words, scales = _words(cache)
         slots = slots.long()
         valid = (slots >= 0) & (slots < blocks * block_size)
@@ -103,7 +105,9 @@ class KeyAddresses:
         """Writes bf16 or fp32 keys `[N, 128]` that have been rearranged by `source`."""
         if not cache.numel():
             return
-        parts = [part.view(self._dtype) for part in _encode(keys, cache)]
+        if self._slots is not None:
+            return call(torch.ops.mla_backend.write_mxfp4_keys.default, keys, cache, self._slots)
+        parts = [part.view(self._dtype) for part in _encode(keys, cache.dtype)]
         words = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         flat = _as_one_row(cache.view(self._dtype))
         if self._any_valid is not None:
@@ -112,8 +116,8 @@ class KeyAddresses:
 
 
 def write_keys(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Writes keys into slots of a cache, rounded as its format wants it. A key whose slot is negative or past the end is
-    skipped. Nothing waits for the device.
+    """Writes keys into slots of a cache, rounded as its format wants it. A key whose slot is negative or past the end
+    is skipped. Nothing waits for the device.
 
     Args:
         keys: bf16 or fp32 `[N, 128]`.
@@ -125,14 +129,20 @@ def write_keys(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
     if keys.shape != (len(slots), VALUES) or keys.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"keys must be bf16 or fp32 [N={len(slots)}, {VALUES}]; got {described(keys)}")
     require_own_memory(cache=cache, keys=keys, slots=slots)
-    if len(slots):
+    if _is_mxfp4(cache):
+        call(torch.ops.mla_backend.write_mxfp4_keys.default, keys, cache, slots.long())
+    elif len(slots):
         addresses = KeyAddresses(cache, slots)
         addresses.write(keys[addresses.source], cache)
 
 
+def _is_mxfp4(cache: Tensor) -> bool:
+    return cache.dtype == torch.uint8 and cache.shape[2] == KEY_FORMATS["mxfp4_68"].width
+
+
 def _words(cache: Tensor) -> tuple[torch.dtype, int, int]:
     """The words that a key is written as: their dtype, how many hold its values, and how many its scale."""
-    return (torch.bfloat16, VALUES, 0) if cache.dtype == torch.bfloat16 else (torch.int32, cache.shape[2] // 4 - 1, 1)
+    return (torch.bfloat16, VALUES, 0) if cache.dtype == torch.bfloat16 else (torch.int32, VALUES // 4, 1)
 
 
 def _as_one_row(cache: Tensor) -> Tensor:
@@ -141,32 +151,17 @@ def _as_one_row(cache: Tensor) -> Tensor:
     return cache.as_strided(((blocks - 1) * cache.stride(0) + of_a_block[0] * of_a_block[1],), (1,))
 
 
-def _encode(keys: Tensor, cache: Tensor) -> list[Tensor]:
-    """Keys as a cache keeps them: their values and, where these are quantised, their scales."""
-    if cache.dtype == torch.bfloat16:
+def _encode(keys: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Keys as a cache keeps them: their values and, in FP8, their scales."""
+    if dtype == torch.bfloat16:
         return [keys.bfloat16()]
     keys = keys.float()
-    if cache.shape[2] == KEY_FORMATS["mxfp4_68"].width:
-        return _encode_mxfp4(keys)
     largest = torch.finfo(torch.float32).max
     amax = torch.linalg.vector_norm(keys, torch.inf, dim=1, keepdim=True).clamp(SMALLEST_AMAX, largest)
     # up to the next power of two: any bit of the mantissa carries into the exponent, then the mantissa goes
     scales = ((amax / E4M3_MAX).view(torch.int32) + MANTISSA & EXPONENT).view(torch.float32)
     values = (keys / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return [values, scales]
-
-
-def _encode_mxfp4(keys: Tensor) -> list[Tensor]:
-    """fp32 keys as vLLM quantises them: a group's scale is the power of two above its amax / 6. NaN becomes 6."""
-    groups = keys.unflatten(1, (-1, GROUP))
-    largest = torch.finfo(torch.float32).max
-    amax = groups.abs().nan_to_num(0.0, largest).amax(2, keepdim=True).clamp(E2M1_MAX * 2**-126)
-    exponents = (amax * (1 / E2M1_MAX)).view(torch.int32) + MANTISSA >> 23
-    sizes = (groups.abs() * (254 - exponents << 23).view(torch.float32)).flatten(1)
-    codes = torch.where(torch.signbit(keys) & ~keys.isnan(), 8, 0)
-    for code, bound in enumerate(E2M1_BOUNDS):
-        codes += ~(sizes <= bound) if code % 2 == 0 else ~(sizes < bound)
-    return [(codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), exponents.squeeze(2).to(torch.uint8)]
 
 
 def _require(**arguments: Tensor) -> None:

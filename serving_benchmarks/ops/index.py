@@ -1,7 +1,8 @@
 """The indexer on a GPU: `select_tokens`, scores of a context's keys and their top-k in one op, versus vLLM's two steps.
 
 Those are DeepGEMM's scores and the top-k that vLLM picks. Queries are e4m3, keys FP8 or MXFP4. The baseline takes FP8
-keys, and requests of one size. What vLLM does besides is not timed: gathering keys out of pages in prefill, schedules, filling the result.
+keys, and requests of one size. What vLLM does besides is not timed: gathering keys out of pages in prefill, schedules,
+filling the result.
 """
 
 import argparse
@@ -153,4 +154,5 @@ def run(options: argparse.Namespace) -> int:
     cases = [kernels.Case(*shape, options.keys) for shape in shapes]
     tokens = max(SMALLEST_CACHE, *(SETS * BLOCK * sum(batch.blocks(BLOCK)) for batch in options.batches))
     found = {"deepgemm": timing.version_of(DEEP_GEMM, "vllm")}
-    return kernels.measure_cases(options, "index", cases, partial(measure, cache=new_cache(tokens, options.keys)), found)
+    measured = partial(measure, cache=new_cache(tokens, options.keys))
+    return kernels.measure_cases(options, "index", cases, measured, found)

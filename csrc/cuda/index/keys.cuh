@@ -4,11 +4,11 @@
 // ring in shared memory, and nobody but this lane reads that: no barrier is needed until the copies of the lane itself
 // have arrived. The part is just what the lane holds of the factor, in the order of dims that `sum_position` says.
 //
-// e4m3 becomes f16 without its scale, which is exact. MXFP4 becomes f16 divided by its largest scale and times 2^13: exact
-// where a scale is no less than 2^-36 of that one. bf16 becomes f16 divided by a power of two for each key, so that
-// its largest number is 2^14 to 2^15: what is above 2^-31 of that is exact. Score times scale, or times the power of
-// two, is what the key itself would have got, as relu(s x) is s relu(x) where s is positive; where a scale is negative,
-// the key's values change their signs.
+// e4m3 becomes f16 without its scale, which is exact. MXFP4 becomes f16 divided by its largest scale and times 2^13:
+// exact where a scale is no less than 2^-36 of that one. bf16 becomes f16 divided by a power of two for each key, so
+// that its largest number is 2^14 to 2^15: what is above 2^-31 of that is exact. Score times scale, or times the power
+// of two, is what the key itself would have got, as relu(s x) is s relu(x) where s is positive; where a scale is
+// negative, the key's values change their signs.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ struct KeyRing {
   static constexpr int kStages = kScales ? 4 : 2;
 
   struct Stage {
-    uint4 pieces[kSides][kPieces][32];  // by lane
+    uint4 pieces[kSides][kPieces][32];      // by lane
     float scale[kScales ? kSides : 1][32];  // MXFP4: four bytes
   };
   Stage stages[kStages];

@@ -192,7 +192,7 @@ struct Scorer {
 #pragma unroll 1
       for (int row = 0; row < 16; row += 8)
         stage_queries<kKeys, 8>(p, token, tile % kTokenTiles * 16 + row, 1, s.queries + staged + row,
-                               s.weight + staged + row);
+                                s.weight + staged + row);
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i)  // registers have no index

@@ -304,7 +304,8 @@ struct Filter {
     } while (step != end);
   }
 
-  // Scores again the warp's keys whose scales lie too far apart for one product, a head a lane at a time. Slow and rare.
+  // Scores again the warp's keys whose scales lie too far apart for one product, a head a lane at a time. Slow and
+  // rare.
   __device__ void score_keys_apart(uint32_t stage, uint32_t ring, const MxScales& mx) const {
     const int lane = threadIdx.x % 32;
     const uint32_t apart = __ballot_sync(~0u, mx.far_apart(0)), apart_8_on = __ballot_sync(~0u, mx.far_apart(1));
@@ -319,9 +320,8 @@ struct Filter {
         for (int head = lane; head < kHeads; head += 32) {
           const int column = token * kHeads + head;
           const float product = mx_product(s.keys[stage], float_bits(s.scale[stage][row]), row, s.queries, column);
-          const float weight =
-              reinterpret_cast<const float*>(s.weight)[column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 +
-                                                       column % 2];
+          const float weight = reinterpret_cast<const float*>(
+              s.weight)[column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2];
           sum = fmaf(weight, product < 0.0f ? 0.0f : product, sum);  // NaN stays
         }
 #pragma unroll
@@ -413,15 +413,16 @@ struct Filter {
           const uint8_t* data = p.cache.data + block * p.cache.block_stride;
           arrive_and_expect(s.full[stage], kTileKeys * (kKeyBytes + 4));
           if constexpr (kMx)
-            copy_bulk(s.keys[stage].address(), data + int64_t{within} * kKeyBytes, kTileKeys * kKeyBytes, s.full[stage]);
+            copy_bulk(s.keys[stage].address(), data + int64_t{within} * kKeyBytes, kTileKeys * kKeyBytes,
+                      s.full[stage]);
           else
             asm volatile(
                 "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
                 "[%5];" ::"r"(s.keys[stage].address()),
                 "l"(&p.keys), "r"(0), "r"(within), "r"(block), "r"(full)
                 : "memory");
-          copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]),
-                    data + p.cache.block_size * kKeyBytes + int64_t{within} * 4, kTileKeys * 4, s.full[stage]);
+          copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]), data + p.cache.block_size * kKeyBytes + int64_t{within} * 4,
+                    kTileKeys * 4, s.full[stage]);
         } else {
           s.full[stage].arrive();
         }

@@ -1,8 +1,8 @@
 // MXFP4 keys as e4m3, in the registers that wgmma multiplies from.
 //
-// e4m3 holds every e2m1 number times 2^6 down to 2^-8. So a key's groups are divided by its largest scale and multiplied
-// by 2^6, which is exact unless a scale is less than 2^-14 of the largest: one product, and then one factor a key. Keys
-// whose scales lie further apart are scored again, one by one.
+// e4m3 holds every e2m1 number times 2^6 down to 2^-8. So a key's groups are divided by its largest scale and
+// multiplied by 2^6, which is exact unless a scale is less than 2^-14 of the largest: one product, and then one factor
+// a key. Keys whose scales lie further apart are scored again, one by one.
 //
 // A lane has a group of 32 dims, as wgmma's order of dims is free: its 16 bytes of a key are the words of four steps,
 // eight dims of each. Queries lie in the same order (mx_piece, mx_word).
@@ -16,7 +16,7 @@
 
 namespace mla::cuda::index::sm90 {
 
-constexpr int kMxApart = 14;         // the powers of two between scales that one product takes
+constexpr int kMxApart = 14;  // the powers of two between scales that one product takes
 constexpr int kKeyGroups = kIndexDim / kMxGroup;
 constexpr float kMxUnit = 0x1p-6f;  // of a key's largest scale
 
@@ -114,8 +114,9 @@ __device__ float mx_product(const MxTile& tile, uint32_t scales, int row, const 
     float sum = 0.0f;
 #pragma unroll 1
     for (int dim = kMxGroup * group; dim < kMxGroup * (group + 1); ++dim) {
-      const uint32_t query = queries.bytes[queries.address(column, mx_piece(dim / 4)) - queries.address() +
-                                           4 * mx_word(dim / 4) + dim % 4];
+      const uint32_t query =
+          queries
+              .bytes[queries.address(column, mx_piece(dim / 4)) - queries.address() + 4 * mx_word(dim / 4) + dim % 4];
       const uint32_t pair = tile.bytes[row * (kIndexDim / 2) + dim / 2];
       sum = fmaf(e4m3_to_float(query), e2m1_to_float(dim % 2 ? pair >> 4 : pair & 15), sum);
     }

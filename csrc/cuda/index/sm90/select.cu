@@ -94,7 +94,8 @@ int64_t tokens_at_once(const SelectTokensProblem& p, int64_t ctas, int group) {
 }  // namespace
 
 bool suits(const SelectTokensProblem& p) {
-  return p.query_number == QueryNumber::e4m3 && p.cache.number != KeyNumber::bf16 && aligned16(p.cache.data, p.cache.block_stride);
+  return p.query_number == QueryNumber::e4m3 && p.cache.number != KeyNumber::bf16 &&
+         aligned16(p.cache.data, p.cache.block_stride);
 }
 
 int64_t workspace_bytes(const SelectTokensProblem& p, int processors) {
