@@ -108,7 +108,25 @@ SHARE = Replacement(
     },
     "mla_shared_selection is refused; each tensor-parallel GPU selects for all tokens",
 )
-ALL = (CONFIG, ROTATE, SPLIT, V4, V41, SELECT, SHARE, CPU_INDEXER)
+MXFP4_KEYS = Replacement(
+    "MXFP4 keys",
+    {
+        "vllm.model_executor.models.deepseek_v2:DeepseekV32IndexerCache.__init__": (
+            *("head_dim", "dtype", "prefix", "cache_config"),
+        ),
+        "vllm.v1.attention.backends.mla.indexer:dsa_indexer_uses_fp4": ("vllm_config",),
+        f"{V32_ATTENTION}:fused_norm_rope": (
+            *("positions", "q_c", "q_rms_norm_w", "q_rms_eps", "kv_c", "kv_rms_norm_w", "kv_rms_eps", "k_pe"),
+            *("k_rope_cos_sin_cache", "index_k", "index_k_layer_norm_w", "index_k_layer_norm_bias"),
+            *("index_k_layer_norm_eps", "index_k_rope_cos_sin_cache", "topk_indices_buffer", "slot_mapping"),
+            *("indexer_slot_mapping", "indexer_k_cache", "indexer_cache_shuffled", "mla_kv_cache"),
+            *("mla_kv_cache_dtype", "mla_k_scale", "has_indexer", "index_rope_interleave", "q_c_out", "kv_c_out"),
+            *("k_pe_out", "index_k_out", "skip_scale"),
+        ),
+    },
+    "indexer_kv_dtype mxfp4 is vLLM's own, which needs Blackwell",
+)
+ALL = (CONFIG, ROTATE, SPLIT, V4, V41, SELECT, SHARE, MXFP4_KEYS, CPU_INDEXER)
 
 
 def why_not(replacement: Replacement) -> str | None:
@@ -149,6 +167,8 @@ def report(on_cpu: bool, blackwell: bool) -> list[dict[str, Any]]:
             why = f"{why}: {each.cost}"
         elif each is SELECT:
             why = "DeepGEMM is faster; mla_selection turns it on"
+        elif each is MXFP4_KEYS:
+            why = "indexer_kv_dtype turns it on"
         elif each is SHARE:
             why = "it is new; mla_shared_selection turns it on"
         found.append({"name": each.name, "in_use": why is None, "why": why})
