@@ -1,8 +1,9 @@
-"""Index keys in MXFP4, for `indexer_kv_dtype` mxfp4. vLLM has them on Blackwell alone, and in DeepSeek-V4 alone: here the
-cache of keys of models like DeepSeek-V3.2 becomes 68 bytes a token, and our op writes it."""
+"""Index keys in MXFP4, for `indexer_kv_dtype` mxfp4. vLLM has them for DeepSeek-V4 on Blackwell alone. Here the cache
+of keys of models like DeepSeek-V3.2 becomes 68 bytes a token, and our op writes it."""
 
 import functools
 import importlib
+import inspect
 import sys
 from typing import Any
 
@@ -12,6 +13,8 @@ from mla_backend.keys import KEY_FORMATS, write_keys
 from mla_backend.vllm_plugin import replacements
 
 KEYS = KEY_FORMATS["mxfp4_68"]
+ARGUMENTS = "slot_mapping", "indexer_slot_mapping", "indexer_k_cache", "index_k_out"
+"""What we ask of vLLM's fused kernel, whose others differ between versions."""
 
 
 def asked(vllm_config: Any) -> bool:
@@ -39,6 +42,8 @@ def write_in(model: Any) -> None:
     """Has our op write the keys that the fused kernel of vLLM's DeepSeek-V3.2 would."""
     theirs = model.fused_norm_rope
     by_name = replacements.by_name(theirs)
+    if missing := {"index_k", *ARGUMENTS} - inspect.signature(theirs).parameters.keys():
+        raise ValueError(f"indexer_kv_dtype: fused_norm_rope of this vLLM has no {', '.join(missing)}. Leave it out.")
 
     @functools.wraps(theirs)
     def fused_norm_rope(*args: Any, **kwargs: Any) -> Any:

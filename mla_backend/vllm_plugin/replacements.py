@@ -115,14 +115,6 @@ MXFP4_KEYS = Replacement(
             *("head_dim", "dtype", "prefix", "cache_config"),
         ),
         "vllm.v1.attention.backends.mla.indexer:dsa_indexer_uses_fp4": ("vllm_config",),
-        f"{V32_ATTENTION}:fused_norm_rope": (
-            *("positions", "q_c", "q_rms_norm_w", "q_rms_eps", "kv_c", "kv_rms_norm_w", "kv_rms_eps", "k_pe"),
-            *("k_rope_cos_sin_cache", "index_k", "index_k_layer_norm_w", "index_k_layer_norm_bias"),
-            *("index_k_layer_norm_eps", "index_k_rope_cos_sin_cache", "topk_indices_buffer", "slot_mapping"),
-            *("indexer_slot_mapping", "indexer_k_cache", "indexer_cache_shuffled", "mla_kv_cache"),
-            *("mla_kv_cache_dtype", "mla_k_scale", "has_indexer", "index_rope_interleave", "q_c_out", "kv_c_out"),
-            *("k_pe_out", "index_k_out", "skip_scale"),
-        ),
     },
     "indexer_kv_dtype mxfp4 is vLLM's own, which needs Blackwell",
 )
