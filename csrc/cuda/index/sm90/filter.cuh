@@ -309,6 +309,7 @@ struct Filter {
   __device__ void score_keys_apart(uint32_t stage, uint32_t ring, const MxScales& mx) const {
     const int lane = threadIdx.x % 32;
     const uint32_t apart = __ballot_sync(~0u, mx.far_apart(0)), apart_8_on = __ballot_sync(~0u, mx.far_apart(1));
+    __syncwarp();  // this overwrites what lanes have stored
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {
       if (!((i < 8 ? apart : apart_8_on) >> i % 8 * 4 & 15)) continue;
