@@ -52,21 +52,27 @@ struct Fp32Arithmetic {
 template <typename Arithmetic>
 constexpr int kWords = kIndexDim / Arithmetic::kPack;
 
-constexpr float kE2m1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 constexpr float kMxUnit = 4.0f;  // MXFP4 keys are divided by it, or the largest would be infinite
+
+// The e2m1 numbers in the low four bits of each lane, times twice the scale.
+inline Ints e2m1_times(Ints number, float scale) {
+  const Ints magnitude = number & 7;
+  const Ints twice = magnitude < 4 ? magnitude : (magnitude < 6 ? 2 * magnitude - 4 : 4 * magnitude - 16);
+  return (Ints)(__builtin_convertvector(twice, Floats) * scale) | ((number & 8) << 28);
+}
 
 // MXFP4 values and their scales as words: bf16 holds every such number, too.
 template <typename Arithmetic>
 inline void widen_mxfp4(const uint8_t* from, const uint8_t* scales, uint32_t* words) {
-  for (int group = 0; group < kIndexDim / kMxGroup; ++group) {
-    const float scale = ue8m0_to_float(scales[group]) * (1.0f / kMxUnit);
-    for (int i = group * kMxGroup / 2; i < (group + 1) * kMxGroup / 2; ++i) {
-      const uint32_t low = float_bits(kE2m1[from[i] & 15] * scale), high = float_bits(kE2m1[from[i] >> 4] * scale);
+  for (int i = 0; i < kIndexDim / 2; i += kLanes) {
+    const float scale = ue8m0_to_float(scales[i / (kMxGroup / 2)]) * (0.5f / kMxUnit);
+    const Ints pairs = __builtin_convertvector(*reinterpret_cast<const BytesUnaligned*>(from + i), Ints);
+    const Ints low = e2m1_times(pairs, scale), high = e2m1_times(pairs >> 4, scale);
+    for (int lane = 0; lane < kLanes; ++lane)
       if constexpr (Arithmetic::kPack == 1)
-        words[2 * i] = low, words[2 * i + 1] = high;
+        words[2 * (i + lane)] = low[lane], words[2 * (i + lane) + 1] = high[lane];
       else
-        words[i] = low >> 16 | (high & 0xffff0000u);
-    }
+        words[i + lane] = static_cast<uint32_t>(low[lane]) >> 16 | (static_cast<uint32_t>(high[lane]) & 0xffff0000u);
   }
 }
 
