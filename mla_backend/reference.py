@@ -607,20 +607,18 @@ def rotate_queries(
 
 
 def dequantise_keys(cache: Tensor) -> Tensor:
-    """The indexer's keys, fp32 `[blocks, block_size, 128]`, of a cache of bf16 or fp32 `[blocks, block_size, 128]`, or
-    of bytes: in each block the values of all its tokens, then their scales. `[blocks, block_size, 132]`: e4m3, and a
-    scale in fp32. `[blocks, block_size, 68]`: e2m1, the first of a pair in the low four bits, and a power of two for
-    each 32."""
+    """The indexer's keys, fp32 `[blocks, block_size, 128]`, of a cache of fp32 or of a format of docs/formats.md."""
     if cache.dtype != torch.uint8:
         return cache.float()
     blocks, block_size, width = cache.shape
     values, scales = cache.reshape(blocks, -1).split([block_size * (width - 4), block_size * 4], dim=1)
     if width == KEY // 2 + 4:
-        magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=cache.device)
-        codes = torch.stack([values & 15, values >> 4], dim=-1).view(blocks, block_size, 4, KEY // 4).long()
-        powers = torch.where(scales == 0, 2.0**-127, (scales.int() << 23).view(torch.float32))
-        powers = powers.masked_fill(scales == 255, torch.nan).view(blocks, block_size, 4, 1)
-        return (torch.cat([magnitudes, -magnitudes])[codes] * powers).flatten(2)
+        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=cache.device)
+        groups = torch.stack([values & 15, values >> 4], dim=-1).view(blocks, block_size, 4, KEY // 4)
+        powers = torch.where(
+            scales == 0, 2.0**-127, (scales.int() << 23).view(torch.float32).nan_to_num(posinf=torch.nan)
+        )
+        return (numbers[groups.int()] * powers.view(blocks, block_size, 4, 1)).flatten(2)
     values = values.contiguous().view(torch.float8_e4m3fn).float().view(blocks, block_size, KEY)
     return values * scales.contiguous().view(torch.float32).unsqueeze(-1)
 
