@@ -614,11 +614,10 @@ def dequantise_keys(cache: Tensor) -> Tensor:
     values, scales = cache.reshape(blocks, -1).split([block_size * (width - 4), block_size * 4], dim=1)
     if width == KEY // 2 + 4:
         numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=cache.device)
-        groups = torch.stack([values & 15, values >> 4], dim=-1).view(blocks, block_size, 4, KEY // 4)
-        power = (
-            (scales.int() << 23).view(torch.float32).nan_to_num(posinf=torch.nan).masked_fill(scales == 0, 2.0**-127)
-        )
-        return (numbers[groups.int()] * power.view(blocks, block_size, 4, 1)).flatten(2)
+        codes = torch.stack([values & 15, values >> 4], dim=-1).view(blocks, block_size, 4, KEY // 4)
+        powers = (scales.int() << 23).view(torch.float32).masked_fill(scales == 255, torch.nan)
+        powers = powers.masked_fill(scales == 0, 2.0**-127).view(blocks, block_size, 4, 1)
+        return (numbers[codes.int()] * powers).flatten(2)
     values = values.contiguous().view(torch.float8_e4m3fn).float().view(blocks, block_size, KEY)
     return values * scales.contiguous().view(torch.float32).unsqueeze(-1)
 
