@@ -85,7 +85,7 @@ def settle(vllm_config: "VllmConfig") -> None:
     if name == versions.SPARSE and not current_platform.is_cpu() and selection.is_on(vllm_config):
         if selection.asked(vllm_config) is None:
             told = "%s selects tokens with select_tokens, as %s. --additional-config '{\"%s\": false}' turns it off."
-            versions.logger().info_once(told, name, selection.why_by_default(), selection.OPTION)
+            versions.logger().info_once(told, name, selection.why_by_default(vllm_config), selection.OPTION)
         vllm_config.parallel_config.worker_cls = WORKERS[1]
         selection.split_graphs(vllm_config.compilation_config)
     if name == versions.SPARSE and not current_platform.is_cpu() and sharing.is_on(vllm_config):

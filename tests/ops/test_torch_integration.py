@@ -17,7 +17,7 @@ def calls():
     """Of every function, with and without its optional tensors."""
     yield from right.complete_calls()
     less = (right.attention, right.dense, right.write, right.gather, right.convert, right.stage, right.rotate)
-    less += (right.combine, right.keys, right.kvcache, right.prefill, right.forward, right.backward)
+    less += (right.combine, right.keys, right.mxfp4_keys, right.kvcache, right.prefill, right.forward, right.backward)
     yield from (call() for call in less)
     yield from (call(fmt) for call in (right.write, right.gather) for fmt in FORMATS)
     yield right.attention(q=lambda q: (q[..., :512], q[..., 512:]), plan=mla_backend.plan(2, 10))

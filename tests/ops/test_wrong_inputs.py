@@ -222,7 +222,7 @@ CASES = {
     "contiguous keys are fp32": (right.tokens(block_table=None, cache=torch.zeros(9, 128)), ValueError, r"^cache must be bfloat16 \[N, 128\] without a block_table; got float32"),
     "contiguous keys are 64 wide": (right.tokens(block_table=None, cache=torch.zeros(9, 64).bfloat16()), ValueError, r"^cache must be .*; got bfloat16 \[1, 9, 64\]"),
     "contiguous keys lie apart": (right.tokens(block_table=None, cache=torch.zeros(9, 256).bfloat16()[:, :128]), ValueError, r"^cache must be of blocks that lie in one piece"),
-    "contiguous keys with a table": (right.tokens(cache=torch.zeros(9, 128).bfloat16()), ValueError, r"^cache must be uint8 \[blocks, block_size, 132\]"),
+    "contiguous keys with a table": (right.tokens(cache=torch.zeros(9, 128).bfloat16()), ValueError, r"^cache must be uint8 \[blocks, block_size, 132 or 68\]"),
     "a table of more than 2^24 positions": (right.tokens(block_table=torch.zeros(1, 2**22 + 1, dtype=INT)), ValueError, r"^block_table must be of up to 16777216 positions a request; got 4194305 blocks of 4"),
     "topk of 0": (right.tokens(topk=0), ValueError, r"^topk must be 1 or more; got 0"),
     "topk of 4097": (right.tokens(topk=4097), ValueError, r"^topk must be 1 to 4096; got 4097"),

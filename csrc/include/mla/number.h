@@ -165,6 +165,14 @@ constexpr float kNvfp4Factor = 256.0f;
 // 2^power for powers from -126 to 127.
 MLA_HOST_DEVICE float two_to(int power) { return bits_float(static_cast<uint32_t>(127 + power) << 23); }
 
+// The ue8m0 scale of a group of e2m1 numbers whose largest magnitude is `amax` (NaN left out): the power of two from
+// amax / 6 on. An infinite amax counts as the largest finite number.
+MLA_HOST_DEVICE uint8_t mxfp4_group_scale(float amax) {
+  const float quotient = (amax > kFloatMax ? kFloatMax : amax) * (1.0f / 6.0f);
+  const uint32_t bits = float_bits(quotient > kFloatMinNormal ? quotient : kFloatMinNormal);
+  return static_cast<uint8_t>((bits + 0x7fffffu) >> 23);
+}
+
 // One over a power of two from 2^-126 to 2^126.
 MLA_HOST_DEVICE float inverse_of_power(float power) { return bits_float((254u << 23) - float_bits(power)); }
 
