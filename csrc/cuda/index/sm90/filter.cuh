@@ -17,6 +17,8 @@
 // A score is one sequence of operations, whatever the number of tokens, the tile's place and the CTA.
 #pragma once
 
+#include <cutlass/arch/reg_reconfig.h>
+
 #include <cstdint>
 
 #include "cuda/common/cp_async.cuh"
@@ -30,8 +32,14 @@
 
 namespace mla::cuda::index::sm90 {
 
-constexpr int kMathThreads = 128;
-constexpr int kFilterThreads = kMathThreads + 32 * kLists + 32;
+// Warpgroups that multiply tiles in turn. Two of them convert and sum up MXFP4 keys while others' products are under
+// way; of several tokens there is work enough for a product, and no register to spare.
+template <int kTokens, bool kMx>
+constexpr int kMathGroups = kMx && kTokens == 1 ? 2 : 1;
+template <int kTokens, bool kMx>
+constexpr int kFilterThreads = kMathGroups<kTokens, kMx> == 1 ? 128 + 32 * kLists + 32 : 512;
+// Of two warpgroups that multiply, of the lists, and of the copies: what 64 a thread at launch add up to.
+constexpr int kMathRegisters = 80, kListRegisters = 56, kCopyRegisters = 40;
 constexpr int kMathBarrier = 1, kListBarrier = 2;
 constexpr int kRing = 16;  // tiles of scores, so that a warp may look at its list while the others go on
 constexpr int kScoreStride = kTileKeys + 8;  // so that stores of four tokens use all banks
@@ -74,6 +82,7 @@ struct Filter {
   using Shared = FilterShared<kHeads, kTokens, kMx>;
   static constexpr int kKeyBytes = key_value_bytes(kMx ? KeyNumber::mxfp4 : KeyNumber::e4m3);
   static constexpr int kColumns = Shared::kColumns, kStages = Shared::kStages;
+  static constexpr int kGroups = kMathGroups<kTokens, kMx>, kMathThreads = 128 * kGroups;
   // Of each token so many warps, and lists: they take the tiles in turn, each a stretch of neighbours.
   static constexpr int kStretches = kLists / kTokens;
   // Many columns come in parts, for which registers are enough.
@@ -88,10 +97,10 @@ struct Filter {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
         s.full[i].init(p.whole_tiles ? 1 : 32 + 1);
-        s.empty[i].init(kMathThreads / 32 * kWarpArrivals);
+        s.empty[i].init(4 * kWarpArrivals);
       }
       for (int i = 0; i < kRing; ++i) {
-        s.scored[i].init(kMathThreads / 32 * kWarpArrivals);
+        s.scored[i].init(4 * kWarpArrivals);
         s.taken[i].init(kTokens * kWarpArrivals);
       }
       cutlass::arch::fence_barrier_init();
@@ -99,10 +108,12 @@ struct Filter {
     if constexpr (kMx) s.tables.init();
   }
 
-  // ---- the warpgroup that multiplies ----
+  // ---- the warpgroups that multiply ----
 
   __device__ static void sync() { sync_named<kMathThreads>(kMathBarrier); }
 
+  // The first of the warp's 16 rows of a tile.
+  __device__ static int math_row() { return (kGroups == 1 ? threadIdx.x : threadIdx.x % 128) / 32 * 16; }
   // A lane's scores of a tile: of one token, and of so many keys, 8 apart.
   static constexpr int kLaneKeys = kTokens >= 4 ? 2 : 1;
   __device__ static int lane_token() {
@@ -178,11 +189,19 @@ struct Filter {
     std::conditional_t<kMx, MxScales, float[2]> scales;
   };
 
-  __device__ void score_tiles(uint32_t tiles, uint32_t& step) const {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
-    [[maybe_unused]] const uint32_t mx_group = hidden(row * kKeyGroups + lane % 4);
+  // Of these tiles, those that are the warpgroup's.
+  __device__ void score_tiles(uint32_t tiles, uint32_t step, uint32_t warpgroup) const {
+    const uint32_t end = step + tiles;
+    if constexpr (kGroups > 1) {
+      step += (warpgroup - step) % kGroups;
+      if (static_cast<int32_t>(end - step) <= 0) return;
+    }
+    const int lane = threadIdx.x % 32, row = math_row() + lane / 4;
+    [[maybe_unused]] const uint32_t mx_group = __shfl_sync(~0u, row * kKeyGroups + lane % 4, lane);  // kept
+    [[maybe_unused]] uint32_t half_signs;
+    if constexpr (kMx) half_signs = s.tables.half_signs;
     const float4* weights = s.weight + lane % 4;
-    constexpr bool kKept = kColumns <= 64;  // weights, in registers
+    constexpr bool kKept = kColumns <= 64 && kGroups == 1;  // weights, in registers
     float4 kept[kKept ? kColumns / 16 : 1];
     if constexpr (kKept)
 #pragma unroll
@@ -209,7 +228,7 @@ struct Filter {
       wait(s.full[stage], parity);
       if constexpr (kMx) {
         keys.scales = MxScales(s.scale[stage], mx_group);
-        mx_to_e4m3(s.keys[stage], s.tables, mx_group, keys.scales, keys.a);
+        mx_to_e4m3(s.keys[stage], s.tables, half_signs, mx_group, keys.scales, keys.a);
       } else {
         if (!p.whole_tiles) fence_async_shared();
         keys.scales[0] = s.scale[stage][row], keys.scales[1] = s.scale[stage][row + 8];
@@ -237,11 +256,10 @@ struct Filter {
         }
       }
     };
-    const uint32_t end = step + tiles;
-    constexpr bool kAhead = kMx && kTokens == 1;  // the next tile is converted meanwhile; else registers are too few
-    const auto score_tile = [&](Keys& now, Keys& next) {
-      const uint32_t next_stage = stage + 1 == kStages ? 0 : stage + 1, next_parity = parity ^ (next_stage == 0);
-      if constexpr (!kAhead) take(stage, parity, now);
+#pragma unroll 1
+    do {
+      Keys now;
+      take(stage, parity, now);
 #pragma unroll
       for (int token = 0; token < kTokens; ++token)
 #pragma unroll
@@ -249,7 +267,6 @@ struct Filter {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         multiply_part(now, part);
-        if (kAhead && part == 0 && step + 1 != end) take(next_stage, next_parity, next);
         cute::warpgroup_wait<0>();
         fence_acc(acc);
         if (!kMx && part == kParts - 1) arrive_as_warp(s.empty[stage]);
@@ -284,16 +301,10 @@ struct Filter {
         arrive_as_warp(s.empty[stage]);
       }
       arrive_as_warp(s.scored[ring]);
-      stage = next_stage, parity = next_parity;
-      ++step;
-    };
-    Keys taken[2];
-    if constexpr (kAhead) take(stage, parity, taken[0]);
-#pragma unroll 1
-    do {
-      score_tile(taken[0], taken[1]);
-      if (kAhead && step != end) score_tile(taken[1], taken[0]);
-    } while (step != end);
+      stage += kGroups;
+      if (stage >= kStages) stage -= kStages, parity ^= 1;
+      step += kGroups;
+    } while (kGroups == 1 ? step != end : static_cast<int32_t>(end - step) > 0);
   }
 
   // Scores again the warp's keys whose scales lie too far apart for one product, a head a lane at a time. Slow and
@@ -305,7 +316,7 @@ struct Filter {
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {
       if (!((i < 8 ? apart : apart_8_on) >> i % 8 * 4 & 15)) continue;
-      const int row = threadIdx.x / 32 * 16 + i;
+      const int row = math_row() + i;
 #pragma unroll 1
       for (int token = 0; token < kTokens; ++token) {
         float sum = 0.0f;
@@ -325,7 +336,7 @@ struct Filter {
     __syncwarp();
   }
 
-  __device__ void multiply(Share share) const {
+  __device__ void multiply(Share share, uint32_t warpgroup) const {
     uint32_t step = 0;
     walk<kTokens>(
         p, share,
@@ -335,7 +346,10 @@ struct Filter {
           fence_async_shared();
           sync();
         },
-        [&](const Group<kTokens>&, int, int, uint32_t, uint32_t from, uint32_t to) { score_tiles(to - from, step); },
+        [&](const Group<kTokens>&, int, int, uint32_t, uint32_t from, uint32_t to) {
+          score_tiles(to - from, step, warpgroup);
+          step += to - from;
+        },
         [](int32_t, bool, bool) {});
   }
 
@@ -536,20 +550,27 @@ struct Filter {
     init();
     pdl_launch_dependents();
     pdl_wait();
-    const Share share = find_share<kFilterThreads, kTokens>(p, s.share);  // has barriers
+    const Share share = find_share<kFilterThreads<kTokens, kMx>, kTokens>(p, s.share);  // has barriers
     const int warp = warp_of_cta();
     if (warp < kMathThreads / 32) {
-      multiply(share);
+      if constexpr (kGroups > 1) cutlass::arch::warpgroup_reg_alloc<kMathRegisters>();
+      multiply(share, warp / 4);
     } else if (warp < kMathThreads / 32 + kLists) {
+      if constexpr (kGroups > 1) cutlass::arch::warpgroup_reg_dealloc<kListRegisters>();
       filter(share);
     } else {
+      if constexpr (kGroups > 1) {
+        cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
+        if (warp > kMathThreads / 32 + kLists) return;  // these complete the warpgroup
+      }
       copy(share);
     }
   }
 };
 
 template <int kHeads, int kTokens, bool kMx>
-__global__ void __launch_bounds__(kFilterThreads, kCtasPerProcessor) filter_kernel(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(kFilterThreads<kTokens, kMx>, kCtasPerProcessor)
+    filter_kernel(const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t filter_memory[];
   Filter<kHeads, kTokens, kMx>{p, *reinterpret_cast<FilterShared<kHeads, kTokens, kMx>*>(filter_memory)}.run();

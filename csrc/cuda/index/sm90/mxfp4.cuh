@@ -87,9 +87,8 @@ __device__ __forceinline__ uint32_t mx_four(uint2 table, uint32_t magnitudes, ui
 }
 
 // A lane's part of a tile, for the four steps of the product. `group` is its first one of two, of all groups of a tile.
-__device__ __forceinline__ void mx_to_e4m3(const MxTile& tile, const MxTables& tables, uint32_t group,
-                                           const MxScales& scales, uint32_t (&a)[kIndexDim / 32][4]) {
-  const uint32_t half_signs = tables.half_signs;
+__device__ __forceinline__ void mx_to_e4m3(const MxTile& tile, const MxTables& tables, uint32_t half_signs,
+                                           uint32_t group, const MxScales& scales, uint32_t (&a)[kIndexDim / 32][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint4 own = reinterpret_cast<const uint4*>(tile.bytes)[group + 8 * kKeyGroups * half];
