@@ -32,10 +32,10 @@
 
 namespace mla::cuda::index::sm90 {
 
-// Warpgroups that multiply tiles in turn. Two of them convert and sum up MXFP4 keys while others' products are under
-// way; of several tokens there is work enough for a product, and no register to spare.
+// Warpgroups that multiply tiles in turn. MXFP4 keys are converted first: two of them, and those of the processor's
+// other CTA, hide one another's waits.
 template <int kTokens, bool kMx>
-constexpr int kMathGroups = kMx && kTokens == 1 ? 2 : 1;
+constexpr int kMathGroups = kMx ? 2 : 1;
 template <int kTokens, bool kMx>
 constexpr int kFilterThreads = kMathGroups<kTokens, kMx> == 1 ? 128 + 32 * kLists + 32 : 512;
 // Of two warpgroups that multiply, of the lists, and of the copies: what 64 a thread at launch add up to.
@@ -65,6 +65,8 @@ struct FilterShared {
   static constexpr int kColumns = kHeads * kTokens;
   static constexpr int kStages = kMx ? (kColumns == 256 ? 12 : 16) : kColumns == 256 ? 6 : kTokens > 1 ? 8 : 10;
   static constexpr int kFlags = 32;  // at least kStages + kRing
+  // Scores lie in the ring where keys do in theirs; who asks for keys waits for those scores.
+  static constexpr bool kOneRing = kMx && kStages == kRing;
   std::conditional_t<kMx, MxTile, SwizzledRows<kTileKeys>> keys[kStages];
   SwizzledRows<kColumns> queries;
   alignas(16) float scale[kStages][kTileKeys];  // MXFP4: four bytes
@@ -75,6 +77,8 @@ struct FilterShared {
   uint2 valid[kFlags];  // of a tile: a bit for each key that there is
   SharedShare share;
   alignas(8) Barrier full[kStages], empty[kStages], scored[kRing], taken[kRing];
+
+  __device__ Barrier& emptied(uint32_t stage) { return kOneRing ? scored[stage] : empty[stage]; }
 };
 
 template <int kHeads, int kTokens, bool kMx>
@@ -113,7 +117,7 @@ struct Filter {
   __device__ static void sync() { sync_named<kMathThreads>(kMathBarrier); }
 
   // The first of the warp's 16 rows of a tile.
-  __device__ static int math_row() { return (kGroups == 1 ? threadIdx.x : threadIdx.x % 128) / 32 * 16; }
+  __device__ static int math_row(uint32_t thread) { return (kGroups == 1 ? thread : thread % 128) / 32 * 16; }
   // A lane's scores of a tile: of one token, and of so many keys, 8 apart.
   static constexpr int kLaneKeys = kTokens >= 4 ? 2 : 1;
   __device__ static int lane_token() {
@@ -196,12 +200,12 @@ struct Filter {
       step += (warpgroup - step) % kGroups;
       if (static_cast<int32_t>(end - step) <= 0) return;
     }
-    const int lane = threadIdx.x % 32, row = math_row() + lane / 4;
+    const int lane = threadIdx.x % 32, row = math_row(threadIdx.x) + lane / 4;
     [[maybe_unused]] const uint32_t mx_group = __shfl_sync(~0u, row * kKeyGroups + lane % 4, lane);  // kept
     [[maybe_unused]] uint32_t half_signs;
     if constexpr (kMx) half_signs = s.tables.half_signs;
     const float4* weights = s.weight + lane % 4;
-    constexpr bool kKept = kColumns <= 64 && kGroups == 1;  // weights, in registers
+    constexpr bool kKept = kColumns <= 64;  // weights, in registers
     float4 kept[kKept ? kColumns / 16 : 1];
     if constexpr (kKept)
 #pragma unroll
@@ -258,6 +262,8 @@ struct Filter {
     };
 #pragma unroll 1
     do {
+      const uint32_t next_stage = stage / kGroups + 1 == kStages / kGroups ? stage % kGroups : stage + kGroups,
+                     next_parity = parity ^ (next_stage < kGroups);
       Keys now;
       take(stage, parity, now);
 #pragma unroll
@@ -284,8 +290,8 @@ struct Filter {
       }
       float scores[kLaneKeys];
       add_lanes(values, scores);
-      const uint32_t ring = step % kRing;
-      wait(s.taken[ring], (step / kRing & 1) ^ 1);
+      const uint32_t ring = Shared::kOneRing ? stage : step % kRing;
+      wait(s.taken[ring], (Shared::kOneRing ? parity : step / kRing & 1) ^ 1);
       const int half = kLaneKeys == 2 ? 0 : lane_key() / 8;
 #pragma unroll
       for (int i = 0; i < kLaneKeys; ++i) {
@@ -298,11 +304,10 @@ struct Filter {
       }
       if constexpr (kMx) {
         if (__any_sync(~0u, now.scales.far_apart())) score_keys_apart(stage, ring, now.scales);
-        arrive_as_warp(s.empty[stage]);
+        if constexpr (!Shared::kOneRing) arrive_as_warp(s.empty[stage]);
       }
       arrive_as_warp(s.scored[ring]);
-      stage += kGroups;
-      if (stage >= kStages) stage -= kStages, parity ^= 1;
+      stage = next_stage, parity = next_parity;
       step += kGroups;
     } while (kGroups == 1 ? step != end : static_cast<int32_t>(end - step) > 0);
   }
@@ -310,13 +315,13 @@ struct Filter {
   // Scores again the warp's keys whose scales lie too far apart for one product, a head a lane at a time. Slow and
   // rare.
   __device__ void score_keys_apart(uint32_t stage, uint32_t ring, const MxScales& mx) const {
-    const int lane = threadIdx.x % 32;
+    const int thread = hidden(threadIdx.x), lane = thread % 32;
     const uint32_t apart = __ballot_sync(~0u, mx.far_apart(0)), apart_8_on = __ballot_sync(~0u, mx.far_apart(1));
     __syncwarp();  // this overwrites what lanes have stored
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {
       if (!((i < 8 ? apart : apart_8_on) >> i % 8 * 4 & 15)) continue;
-      const int row = math_row() + i;
+      const int row = math_row(thread) + i;
 #pragma unroll 1
       for (int token = 0; token < kTokens; ++token) {
         float sum = 0.0f;
@@ -411,7 +416,7 @@ struct Filter {
       }
       if (lane == turn % 32) {
         const int32_t block = ahead[0];
-        wait(s.empty[stage], parity);
+        wait(s.emptied(stage), parity);
         const uint32_t all = block >= 0 ? ~0u : 0;
         s.valid[step % Shared::kFlags] = make_uint2(all, all);
         if (block >= 0) {
@@ -455,7 +460,7 @@ struct Filter {
         valid[half] = __ballot_sync(~0u, there);
         ahead[half] = block_of(key_at(turn + 1) + lane + 32 * half);
       }
-      wait(s.empty[stage], (step / kStages & 1) ^ 1);
+      wait(s.emptied(stage), (step / kStages & 1) ^ 1);
       const uint32_t rows = s.keys[stage].address();
       constexpr int kPieces = kKeyBytes / kPieceBytes;
 #pragma unroll

@@ -69,7 +69,7 @@ struct MxScales {
   }
   __device__ bool far_apart(int half) const { return far_apart() >> 16 * half & 0x8000; }
   __device__ float factor(int half) const {
-    return bits_float(max((largest >> 16 * half & 0xff) << 23, 0x00400000u));  // 2^-127 has bits of its own
+    return bits_float(max(__byte_perm(largest, 0, half ? 0x4244 : 0x4044) << 7, 0x00400000u));  // 2^-127 has its own
   }
 };
 
