@@ -193,13 +193,8 @@ struct Filter {
     std::conditional_t<kMx, MxScales, float[2]> scales;
   };
 
-  // Of these tiles, those that are the warpgroup's.
-  __device__ void score_tiles(uint32_t tiles, uint32_t step, uint32_t warpgroup) const {
-    const uint32_t end = step + tiles;
-    if constexpr (kGroups > 1) {
-      step += (warpgroup - step) % kGroups;
-      if (static_cast<int32_t>(end - step) <= 0) return;
-    }
+  // Of these tiles, those that are the warpgroup's, from `step` on, which is its next one then.
+  __device__ void score_tiles(uint32_t tiles, uint32_t& step) const {
     const int lane = threadIdx.x % 32, row = math_row(threadIdx.x) + lane / 4;
     [[maybe_unused]] const uint32_t mx_group = __shfl_sync(~0u, row * kKeyGroups + lane % 4, lane);  // kept
     [[maybe_unused]] uint32_t half_signs;
@@ -213,6 +208,7 @@ struct Filter {
     const uint64_t queries = smem_descriptor_uniform(s.queries.address());
     [[maybe_unused]] const uint64_t keys = smem_descriptor_uniform(s.keys[0].address());
     uint32_t stage = step % kStages, parity = step / kStages & 1;
+    const uint32_t end = step + tiles;
     float acc[kPartColumns / 2], linear[kTokens][2], absolute[kTokens][2];
     const auto multiply_part = [&](const Keys& now, int part) {
       fence_acc(acc);
@@ -352,8 +348,14 @@ struct Filter {
           sync();
         },
         [&](const Group<kTokens>&, int, int, uint32_t, uint32_t from, uint32_t to) {
-          score_tiles(to - from, step, warpgroup);
-          step += to - from;
+          if constexpr (kGroups == 1) {
+            score_tiles(to - from, step);
+          } else {
+            const uint32_t end = step + to - from;
+            step += (warpgroup - step) % kGroups;
+            if (static_cast<int32_t>(end - step) > 0) score_tiles(end - step, step);
+            step = end;
+          }
         },
         [](int32_t, bool, bool) {});
   }
