@@ -196,9 +196,11 @@ struct Filter {
   // Of these tiles, those that are the warpgroup's, from `step` on, which is its next one then.
   __device__ void score_tiles(uint32_t tiles, uint32_t& step) const {
     const int lane = threadIdx.x % 32, row = math_row(threadIdx.x) + lane / 4;
-    [[maybe_unused]] const uint32_t mx_group = __shfl_sync(~0u, row * kKeyGroups + lane % 4, lane);  // kept
-    [[maybe_unused]] uint32_t half_signs;
-    if constexpr (kMx) half_signs = s.tables.half_signs;
+    [[maybe_unused]] uint32_t mx_group = hidden(row * kKeyGroups + lane % 4), half_signs;
+    if constexpr (kMx) {
+      mx_group = __shfl_sync(~0u, mx_group, lane);  // or it would be computed for each tile
+      half_signs = s.tables.half_signs;
+    }
     const float4* weights = s.weight + lane % 4;
     constexpr bool kKept = kColumns <= 64;  // weights, in registers
     float4 kept[kKept ? kColumns / 16 : 1];
