@@ -260,8 +260,8 @@ struct Filter {
     };
 #pragma unroll 1
     do {
-      const uint32_t next_stage = stage / kGroups + 1 == kStages / kGroups ? stage % kGroups : stage + kGroups,
-                     next_parity = parity ^ (next_stage < kGroups);
+      [[maybe_unused]] const uint32_t next_stage = stage + 1 == kStages ? 0 : stage + 1,
+                                      next_parity = parity ^ (next_stage == 0);
       Keys now;
       take(stage, parity, now);
 #pragma unroll
@@ -305,7 +305,12 @@ struct Filter {
         if constexpr (!Shared::kOneRing) arrive_as_warp(s.empty[stage]);
       }
       arrive_as_warp(s.scored[ring]);
-      stage = next_stage, parity = next_parity;
+      if constexpr (kGroups == 1) {
+        stage = next_stage, parity = next_parity;
+      } else {
+        stage += kGroups;
+        if (stage >= kStages) stage -= kStages, parity ^= 1;
+      }
       step += kGroups;
     } while (kGroups == 1 ? step != end : static_cast<int32_t>(end - step) > 0);
   }
@@ -378,6 +383,7 @@ struct Filter {
     uint32_t step = 0;  // of all runs
     // Blocks: of a lane's keys in the next tile. Of whole tiles: of one of 32 turns, and of one of the next 32.
     int32_t ahead[2];
+    const uint8_t *from_keys, *from_scales;  // of whole tiles of MXFP4: of one of 32 turns
 
     __device__ int32_t block_of(uint32_t key) const {
       const uint32_t entry = f.p.table_index(key);
@@ -418,25 +424,31 @@ struct Filter {
         ahead[0] = ahead[1];
         ahead[1] = block_of(key_at(turn + 32 + lane));
       }
+      if (kMx && turn % 32 == 0) {
+        const uint32_t key = key_at(turn + lane), within = key - p.table_index(key) * p.table_index.divisor;
+        const uint8_t* data = p.cache.data + ahead[0] * p.cache.block_stride;
+        from_keys = data + int64_t{within} * kKeyBytes;
+        from_scales = data + p.cache.block_size * kKeyBytes + int64_t{within} * 4;
+      }
       if (lane == turn % 32) {
         const int32_t block = ahead[0];
         wait(s.emptied(stage), parity);
         const uint32_t all = block >= 0 ? ~0u : 0;
         s.valid[step % Shared::kFlags] = make_uint2(all, all);
-        if (block >= 0) {
+        if (block >= 0 && kMx) {
+          arrive_and_expect(s.full[stage], kTileKeys * (kKeyBytes + 4));
+          copy_bulk(s.keys[stage].address(), from_keys, kTileKeys * kKeyBytes, s.full[stage]);
+          copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]), from_scales, kTileKeys * 4, s.full[stage]);
+        } else if (block >= 0) {
           const uint32_t key = key_at(turn), within = key - p.table_index(key) * p.table_index.divisor;
-          [[maybe_unused]] const uint32_t full = cast_smem_ptr_to_uint(&s.full[stage]);
+          const uint32_t full = cast_smem_ptr_to_uint(&s.full[stage]);
           const uint8_t* data = p.cache.data + block * p.cache.block_stride;
           arrive_and_expect(s.full[stage], kTileKeys * (kKeyBytes + 4));
-          if constexpr (kMx)
-            copy_bulk(s.keys[stage].address(), data + int64_t{within} * kKeyBytes, kTileKeys * kKeyBytes,
-                      s.full[stage]);
-          else
-            asm volatile(
-                "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-                "[%5];" ::"r"(s.keys[stage].address()),
-                "l"(&p.keys), "r"(0), "r"(within), "r"(block), "r"(full)
-                : "memory");
+          asm volatile(
+              "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+              "[%5];" ::"r"(s.keys[stage].address()),
+              "l"(&p.keys), "r"(0), "r"(within), "r"(block), "r"(full)
+              : "memory");
           copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]), data + p.cache.block_size * kKeyBytes + int64_t{within} * 4,
                     kTileKeys * 4, s.full[stage]);
         } else {
