@@ -12,7 +12,8 @@
 //
 // Two CTAs share a processor: while one sums up, the other's products occupy the tensor cores.
 //
-// MXFP4 keys become e4m3 in the registers that they are multiplied from (mxfp4.cuh).
+// MXFP4 keys become e4m3 in the registers that they are multiplied from (mxfp4.cuh). Two warpgroups take turns at their
+// tiles, as a tile's way from its load to its score is long.
 //
 // A score is one sequence of operations, whatever the number of tokens, the tile's place and the CTA.
 #pragma once
@@ -32,8 +33,7 @@
 
 namespace mla::cuda::index::sm90 {
 
-// Warpgroups that multiply tiles in turn. MXFP4 keys are converted first: two of them, and those of the processor's
-// other CTA, hide one another's waits.
+// Warpgroups that multiply, and what the kernel has in all: with two of them, whole warpgroups, as setmaxnreg wants.
 template <int kTokens, bool kMx>
 constexpr int kMathGroups = kMx ? 2 : 1;
 template <int kTokens, bool kMx>
