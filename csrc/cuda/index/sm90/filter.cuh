@@ -39,7 +39,7 @@ constexpr int kMathGroups = kMx ? 2 : 1;
 template <int kTokens, bool kMx>
 constexpr int kFilterThreads = kMathGroups<kTokens, kMx> == 1 ? 128 + 32 * kLists + 32 : 512;
 // Of two warpgroups that multiply, of the lists, and of the copies: what 64 a thread at launch add up to.
-constexpr int kMathRegisters = 80, kListRegisters = 56, kCopyRegisters = 40;
+constexpr int kMathRegisters = 80, kListRegisters = 48, kCopyRegisters = 48;
 constexpr int kMathBarrier = 1, kListBarrier = 2;
 constexpr int kRing = 16;  // tiles of scores, so that a warp may look at its list while the others go on
 constexpr int kScoreStride = kTileKeys + 8;  // so that stores of four tokens use all banks
@@ -383,7 +383,11 @@ struct Filter {
     uint32_t step = 0;  // of all runs
     // Blocks: of a lane's keys in the next tile. Of whole tiles: of one of 32 turns, and of one of the next 32.
     int32_t ahead[2];
-    const uint8_t *from_keys, *from_scales;  // of whole tiles of MXFP4: of one of 32 turns
+    // Of whole tiles of MXFP4 and one token: where that turn's keys lie, and how many keys
+    // further their scales.
+    static constexpr bool kAddressAhead = kMx && kTokens == 1;
+    const uint8_t* from_keys;
+    uint32_t to_scales;
 
     __device__ int32_t block_of(uint32_t key) const {
       const uint32_t entry = f.p.table_index(key);
@@ -424,33 +428,39 @@ struct Filter {
         ahead[0] = ahead[1];
         ahead[1] = block_of(key_at(turn + 32 + lane));
       }
-      if (kMx && turn % 32 == 0) {
+      if (kAddressAhead && turn % 32 == 0) {
         const uint32_t key = key_at(turn + lane), within = key - p.table_index(key) * p.table_index.divisor;
-        const uint8_t* data = p.cache.data + ahead[0] * p.cache.block_stride;
-        from_keys = data + int64_t{within} * kKeyBytes;
-        from_scales = data + p.cache.block_size * kKeyBytes + int64_t{within} * 4;
+        from_keys = p.cache.data + ahead[0] * p.cache.block_stride + int64_t{within} * kKeyBytes;
+        to_scales = static_cast<uint32_t>(p.cache.block_size) - within + within * 4 / kKeyBytes;
       }
       if (lane == turn % 32) {
         const int32_t block = ahead[0];
         wait(s.emptied(stage), parity);
         const uint32_t all = block >= 0 ? ~0u : 0;
         s.valid[step % Shared::kFlags] = make_uint2(all, all);
-        if (block >= 0 && kMx) {
+        if (block >= 0) {
+          const uint8_t *keys, *scales;
+          [[maybe_unused]] uint32_t within;
+          [[maybe_unused]] const uint32_t full = cast_smem_ptr_to_uint(&s.full[stage]);
+          if constexpr (kAddressAhead) {
+            keys = from_keys, scales = from_keys + int64_t{to_scales} * kKeyBytes;
+          } else {
+            const uint32_t key = key_at(turn);
+            within = key - p.table_index(key) * p.table_index.divisor;
+            const uint8_t* data = p.cache.data + block * p.cache.block_stride;
+            keys = data + int64_t{within} * kKeyBytes;
+            scales = data + p.cache.block_size * kKeyBytes + int64_t{within} * 4;
+          }
           arrive_and_expect(s.full[stage], kTileKeys * (kKeyBytes + 4));
-          copy_bulk(s.keys[stage].address(), from_keys, kTileKeys * kKeyBytes, s.full[stage]);
-          copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]), from_scales, kTileKeys * 4, s.full[stage]);
-        } else if (block >= 0) {
-          const uint32_t key = key_at(turn), within = key - p.table_index(key) * p.table_index.divisor;
-          const uint32_t full = cast_smem_ptr_to_uint(&s.full[stage]);
-          const uint8_t* data = p.cache.data + block * p.cache.block_stride;
-          arrive_and_expect(s.full[stage], kTileKeys * (kKeyBytes + 4));
-          asm volatile(
-              "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-              "[%5];" ::"r"(s.keys[stage].address()),
-              "l"(&p.keys), "r"(0), "r"(within), "r"(block), "r"(full)
-              : "memory");
-          copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]), data + p.cache.block_size * kKeyBytes + int64_t{within} * 4,
-                    kTileKeys * 4, s.full[stage]);
+          if constexpr (kMx)
+            copy_bulk(s.keys[stage].address(), keys, kTileKeys * kKeyBytes, s.full[stage]);
+          else
+            asm volatile(
+                "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+                "[%5];" ::"r"(s.keys[stage].address()),
+                "l"(&p.keys), "r"(0), "r"(within), "r"(block), "r"(full)
+                : "memory");
+          copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]), scales, kTileKeys * 4, s.full[stage]);
         } else {
           s.full[stage].arrive();
         }
