@@ -383,8 +383,7 @@ struct Filter {
     uint32_t step = 0;  // of all runs
     // Blocks: of a lane's keys in the next tile. Of whole tiles: of one of 32 turns, and of one of the next 32.
     int32_t ahead[2];
-    // Of whole tiles of MXFP4 and one token: where that turn's keys lie, and how many keys
-    // further their scales.
+    // Of whole tiles of MXFP4 and one token: where that turn's keys lie, and how many keys further their scales.
     static constexpr bool kAddressAhead = kMx && kTokens == 1;
     const uint8_t* from_keys;
     uint32_t to_scales;
@@ -431,7 +430,7 @@ struct Filter {
       if (kAddressAhead && turn % 32 == 0) {
         const uint32_t key = key_at(turn + lane), within = key - p.table_index(key) * p.table_index.divisor;
         from_keys = p.cache.data + ahead[0] * p.cache.block_stride + int64_t{within} * kKeyBytes;
-        to_scales = static_cast<uint32_t>(p.cache.block_size) - within + within * 4 / kKeyBytes;
+        to_scales = static_cast<uint32_t>(p.cache.block_size) - within + within / (kKeyBytes / 4);
       }
       if (lane == turn % 32) {
         const int32_t block = ahead[0];
