@@ -12,10 +12,13 @@
 //
 // Two CTAs share a processor: while one sums up, the other's products occupy the tensor cores.
 //
-// MXFP4 keys become e4m3 in the registers that they are multiplied from (mxfp4.cuh).
+// MXFP4 keys become e4m3 in the registers that they are multiplied from (mxfp4.cuh). Two warpgroups take turns at their
+// tiles, as a tile's way from its load to its score is long.
 //
 // A score is one sequence of operations, whatever the number of tokens, the tile's place and the CTA.
 #pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
 
 #include <cstdint>
 
@@ -30,8 +33,13 @@
 
 namespace mla::cuda::index::sm90 {
 
-constexpr int kMathThreads = 128;
-constexpr int kFilterThreads = kMathThreads + 32 * kLists + 32;
+// Warpgroups that multiply, and what the kernel has in all: with two of them, whole warpgroups, as setmaxnreg wants.
+template <int kTokens, bool kMx>
+constexpr int kMathGroups = kMx ? 2 : 1;
+template <int kTokens, bool kMx>
+constexpr int kFilterThreads = kMathGroups<kTokens, kMx> == 1 ? 128 + 32 * kLists + 32 : 512;
+// Of two warpgroups that multiply, of the lists, and of the copies: what 64 a thread at launch add up to.
+constexpr int kMathRegisters = 80, kListRegisters = 48, kCopyRegisters = 48;
 constexpr int kMathBarrier = 1, kListBarrier = 2;
 constexpr int kRing = 16;  // tiles of scores, so that a warp may look at its list while the others go on
 constexpr int kScoreStride = kTileKeys + 8;  // so that stores of four tokens use all banks
@@ -57,6 +65,8 @@ struct FilterShared {
   static constexpr int kColumns = kHeads * kTokens;
   static constexpr int kStages = kMx ? (kColumns == 256 ? 12 : 16) : kColumns == 256 ? 6 : kTokens > 1 ? 8 : 10;
   static constexpr int kFlags = 32;  // at least kStages + kRing
+  // Scores lie in the ring where keys do in theirs; who asks for keys waits for those scores.
+  static constexpr bool kOneRing = kMx && kStages == kRing;
   std::conditional_t<kMx, MxTile, SwizzledRows<kTileKeys>> keys[kStages];
   SwizzledRows<kColumns> queries;
   alignas(16) float scale[kStages][kTileKeys];  // MXFP4: four bytes
@@ -67,6 +77,8 @@ struct FilterShared {
   uint2 valid[kFlags];  // of a tile: a bit for each key that there is
   SharedShare share;
   alignas(8) Barrier full[kStages], empty[kStages], scored[kRing], taken[kRing];
+
+  __device__ Barrier& emptied(uint32_t stage) { return kOneRing ? scored[stage] : empty[stage]; }
 };
 
 template <int kHeads, int kTokens, bool kMx>
@@ -74,6 +86,7 @@ struct Filter {
   using Shared = FilterShared<kHeads, kTokens, kMx>;
   static constexpr int kKeyBytes = key_value_bytes(kMx ? KeyNumber::mxfp4 : KeyNumber::e4m3);
   static constexpr int kColumns = Shared::kColumns, kStages = Shared::kStages;
+  static constexpr int kGroups = kMathGroups<kTokens, kMx>, kMathThreads = 128 * kGroups;
   // Of each token so many warps, and lists: they take the tiles in turn, each a stretch of neighbours.
   static constexpr int kStretches = kLists / kTokens;
   // Many columns come in parts, for which registers are enough.
@@ -88,10 +101,10 @@ struct Filter {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
         s.full[i].init(p.whole_tiles ? 1 : 32 + 1);
-        s.empty[i].init(kMathThreads / 32 * kWarpArrivals);
+        s.empty[i].init(4 * kWarpArrivals);
       }
       for (int i = 0; i < kRing; ++i) {
-        s.scored[i].init(kMathThreads / 32 * kWarpArrivals);
+        s.scored[i].init(4 * kWarpArrivals);
         s.taken[i].init(kTokens * kWarpArrivals);
       }
       cutlass::arch::fence_barrier_init();
@@ -99,10 +112,12 @@ struct Filter {
     if constexpr (kMx) s.tables.init();
   }
 
-  // ---- the warpgroup that multiplies ----
+  // ---- the warpgroups that multiply ----
 
   __device__ static void sync() { sync_named<kMathThreads>(kMathBarrier); }
 
+  // The first of the warp's 16 rows of a tile.
+  __device__ static int math_row(uint32_t thread) { return (kGroups == 1 ? thread : thread % 128) / 32 * 16; }
   // A lane's scores of a tile: of one token, and of so many keys, 8 apart.
   static constexpr int kLaneKeys = kTokens >= 4 ? 2 : 1;
   __device__ static int lane_token() {
@@ -178,9 +193,14 @@ struct Filter {
     std::conditional_t<kMx, MxScales, float[2]> scales;
   };
 
+  // Of these tiles, those that are the warpgroup's, from `step` on, which is its next one then.
   __device__ void score_tiles(uint32_t tiles, uint32_t& step) const {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
-    [[maybe_unused]] const uint32_t mx_group = hidden(row * kKeyGroups + lane % 4);
+    const int lane = threadIdx.x % 32, row = math_row(threadIdx.x) + lane / 4;
+    [[maybe_unused]] uint32_t mx_group = hidden(row * kKeyGroups + lane % 4), half_signs;
+    if constexpr (kMx) {
+      mx_group = __shfl_sync(~0u, mx_group, lane);  // or it would be computed for each tile
+      half_signs = s.tables.half_signs;
+    }
     const float4* weights = s.weight + lane % 4;
     constexpr bool kKept = kColumns <= 64;  // weights, in registers
     float4 kept[kKept ? kColumns / 16 : 1];
@@ -190,6 +210,7 @@ struct Filter {
     const uint64_t queries = smem_descriptor_uniform(s.queries.address());
     [[maybe_unused]] const uint64_t keys = smem_descriptor_uniform(s.keys[0].address());
     uint32_t stage = step % kStages, parity = step / kStages & 1;
+    const uint32_t end = step + tiles;
     float acc[kPartColumns / 2], linear[kTokens][2], absolute[kTokens][2];
     const auto multiply_part = [&](const Keys& now, int part) {
       fence_acc(acc);
@@ -209,7 +230,7 @@ struct Filter {
       wait(s.full[stage], parity);
       if constexpr (kMx) {
         keys.scales = MxScales(s.scale[stage], mx_group);
-        mx_to_e4m3(s.keys[stage], s.tables, mx_group, keys.scales, keys.a);
+        mx_to_e4m3(s.keys[stage], s.tables, half_signs, mx_group, keys.scales, keys.a);
       } else {
         if (!p.whole_tiles) fence_async_shared();
         keys.scales[0] = s.scale[stage][row], keys.scales[1] = s.scale[stage][row + 8];
@@ -237,11 +258,12 @@ struct Filter {
         }
       }
     };
-    const uint32_t end = step + tiles;
-    constexpr bool kAhead = kMx && kTokens == 1;  // the next tile is converted meanwhile; else registers are too few
-    const auto score_tile = [&](Keys& now, Keys& next) {
-      const uint32_t next_stage = stage + 1 == kStages ? 0 : stage + 1, next_parity = parity ^ (next_stage == 0);
-      if constexpr (!kAhead) take(stage, parity, now);
+#pragma unroll 1
+    do {
+      [[maybe_unused]] const uint32_t next_stage = stage + 1 == kStages ? 0 : stage + 1,
+                                      next_parity = parity ^ (next_stage == 0);
+      Keys now;
+      take(stage, parity, now);
 #pragma unroll
       for (int token = 0; token < kTokens; ++token)
 #pragma unroll
@@ -249,7 +271,6 @@ struct Filter {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         multiply_part(now, part);
-        if (kAhead && part == 0 && step + 1 != end) take(next_stage, next_parity, next);
         cute::warpgroup_wait<0>();
         fence_acc(acc);
         if (!kMx && part == kParts - 1) arrive_as_warp(s.empty[stage]);
@@ -267,8 +288,8 @@ struct Filter {
       }
       float scores[kLaneKeys];
       add_lanes(values, scores);
-      const uint32_t ring = step % kRing;
-      wait(s.taken[ring], (step / kRing & 1) ^ 1);
+      const uint32_t ring = Shared::kOneRing ? stage : step % kRing;
+      wait(s.taken[ring], (Shared::kOneRing ? parity : step / kRing & 1) ^ 1);
       const int half = kLaneKeys == 2 ? 0 : lane_key() / 8;
 #pragma unroll
       for (int i = 0; i < kLaneKeys; ++i) {
@@ -281,31 +302,29 @@ struct Filter {
       }
       if constexpr (kMx) {
         if (__any_sync(~0u, now.scales.far_apart())) score_keys_apart(stage, ring, now.scales);
-        arrive_as_warp(s.empty[stage]);
+        if constexpr (!Shared::kOneRing) arrive_as_warp(s.empty[stage]);
       }
       arrive_as_warp(s.scored[ring]);
-      stage = next_stage, parity = next_parity;
-      ++step;
-    };
-    Keys taken[2];
-    if constexpr (kAhead) take(stage, parity, taken[0]);
-#pragma unroll 1
-    do {
-      score_tile(taken[0], taken[1]);
-      if (kAhead && step != end) score_tile(taken[1], taken[0]);
-    } while (step != end);
+      if constexpr (kGroups == 1) {
+        stage = next_stage, parity = next_parity;
+      } else {
+        stage += kGroups;
+        if (stage >= kStages) stage -= kStages, parity ^= 1;
+      }
+      step += kGroups;
+    } while (kGroups == 1 ? step != end : static_cast<int32_t>(end - step) > 0);
   }
 
   // Scores again the warp's keys whose scales lie too far apart for one product, a head a lane at a time. Slow and
   // rare.
   __device__ void score_keys_apart(uint32_t stage, uint32_t ring, const MxScales& mx) const {
-    const int lane = threadIdx.x % 32;
+    const int thread = hidden(threadIdx.x), lane = thread % 32;
     const uint32_t apart = __ballot_sync(~0u, mx.far_apart(0)), apart_8_on = __ballot_sync(~0u, mx.far_apart(1));
     __syncwarp();  // this overwrites what lanes have stored
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {
       if (!((i < 8 ? apart : apart_8_on) >> i % 8 * 4 & 15)) continue;
-      const int row = threadIdx.x / 32 * 16 + i;
+      const int row = math_row(thread) + i;
 #pragma unroll 1
       for (int token = 0; token < kTokens; ++token) {
         float sum = 0.0f;
@@ -325,7 +344,7 @@ struct Filter {
     __syncwarp();
   }
 
-  __device__ void multiply(Share share) const {
+  __device__ void multiply(Share share, uint32_t warpgroup) const {
     uint32_t step = 0;
     walk<kTokens>(
         p, share,
@@ -335,7 +354,16 @@ struct Filter {
           fence_async_shared();
           sync();
         },
-        [&](const Group<kTokens>&, int, int, uint32_t, uint32_t from, uint32_t to) { score_tiles(to - from, step); },
+        [&](const Group<kTokens>&, int, int, uint32_t, uint32_t from, uint32_t to) {
+          if constexpr (kGroups == 1) {
+            score_tiles(to - from, step);
+          } else {
+            const uint32_t end = step + to - from;
+            step += (warpgroup - step) % kGroups;
+            if (static_cast<int32_t>(end - step) > 0) score_tiles(end - step, step);
+            step = end;
+          }
+        },
         [](int32_t, bool, bool) {});
   }
 
@@ -355,6 +383,10 @@ struct Filter {
     uint32_t step = 0;  // of all runs
     // Blocks: of a lane's keys in the next tile. Of whole tiles: of one of 32 turns, and of one of the next 32.
     int32_t ahead[2];
+    // Of whole tiles of MXFP4 and one token: where that turn's keys lie, and how many keys further their scales.
+    static constexpr bool kAddressAhead = kMx && kTokens == 1;
+    const uint8_t* from_keys;
+    uint32_t to_scales;
 
     __device__ int32_t block_of(uint32_t key) const {
       const uint32_t entry = f.p.table_index(key);
@@ -395,27 +427,39 @@ struct Filter {
         ahead[0] = ahead[1];
         ahead[1] = block_of(key_at(turn + 32 + lane));
       }
+      if (kAddressAhead && turn % 32 == 0) {
+        const uint32_t key = key_at(turn + lane), within = key - p.table_index(key) * p.table_index.divisor;
+        from_keys = p.cache.data + ahead[0] * p.cache.block_stride + int64_t{within} * kKeyBytes;
+        to_scales = static_cast<uint32_t>(p.cache.block_size) - within + within / (kKeyBytes / 4);
+      }
       if (lane == turn % 32) {
         const int32_t block = ahead[0];
-        wait(s.empty[stage], parity);
+        wait(s.emptied(stage), parity);
         const uint32_t all = block >= 0 ? ~0u : 0;
         s.valid[step % Shared::kFlags] = make_uint2(all, all);
         if (block >= 0) {
-          const uint32_t key = key_at(turn), within = key - p.table_index(key) * p.table_index.divisor;
+          const uint8_t *keys, *scales;
+          [[maybe_unused]] uint32_t within;
           [[maybe_unused]] const uint32_t full = cast_smem_ptr_to_uint(&s.full[stage]);
-          const uint8_t* data = p.cache.data + block * p.cache.block_stride;
+          if constexpr (kAddressAhead) {
+            keys = from_keys, scales = from_keys + int64_t{to_scales} * kKeyBytes;
+          } else {
+            const uint32_t key = key_at(turn);
+            within = key - p.table_index(key) * p.table_index.divisor;
+            const uint8_t* data = p.cache.data + block * p.cache.block_stride;
+            keys = data + int64_t{within} * kKeyBytes;
+            scales = data + p.cache.block_size * kKeyBytes + int64_t{within} * 4;
+          }
           arrive_and_expect(s.full[stage], kTileKeys * (kKeyBytes + 4));
           if constexpr (kMx)
-            copy_bulk(s.keys[stage].address(), data + int64_t{within} * kKeyBytes, kTileKeys * kKeyBytes,
-                      s.full[stage]);
+            copy_bulk(s.keys[stage].address(), keys, kTileKeys * kKeyBytes, s.full[stage]);
           else
             asm volatile(
                 "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
                 "[%5];" ::"r"(s.keys[stage].address()),
                 "l"(&p.keys), "r"(0), "r"(within), "r"(block), "r"(full)
                 : "memory");
-          copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]), data + p.cache.block_size * kKeyBytes + int64_t{within} * 4,
-                    kTileKeys * 4, s.full[stage]);
+          copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]), scales, kTileKeys * 4, s.full[stage]);
         } else {
           s.full[stage].arrive();
         }
@@ -441,7 +485,7 @@ struct Filter {
         valid[half] = __ballot_sync(~0u, there);
         ahead[half] = block_of(key_at(turn + 1) + lane + 32 * half);
       }
-      wait(s.empty[stage], (step / kStages & 1) ^ 1);
+      wait(s.emptied(stage), (step / kStages & 1) ^ 1);
       const uint32_t rows = s.keys[stage].address();
       constexpr int kPieces = kKeyBytes / kPieceBytes;
 #pragma unroll
@@ -536,20 +580,27 @@ struct Filter {
     init();
     pdl_launch_dependents();
     pdl_wait();
-    const Share share = find_share<kFilterThreads, kTokens>(p, s.share);  // has barriers
+    const Share share = find_share<kFilterThreads<kTokens, kMx>, kTokens>(p, s.share);  // has barriers
     const int warp = warp_of_cta();
     if (warp < kMathThreads / 32) {
-      multiply(share);
+      if constexpr (kGroups > 1) cutlass::arch::warpgroup_reg_alloc<kMathRegisters>();
+      multiply(share, warp / 4);
     } else if (warp < kMathThreads / 32 + kLists) {
+      if constexpr (kGroups > 1) cutlass::arch::warpgroup_reg_dealloc<kListRegisters>();
       filter(share);
     } else {
+      if constexpr (kGroups > 1) {
+        cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
+        if (warp > kMathThreads / 32 + kLists) return;  // these complete the warpgroup
+      }
       copy(share);
     }
   }
 };
 
 template <int kHeads, int kTokens, bool kMx>
-__global__ void __launch_bounds__(kFilterThreads, kCtasPerProcessor) filter_kernel(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(kFilterThreads<kTokens, kMx>, kCtasPerProcessor)
+    filter_kernel(const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t filter_memory[];
   Filter<kHeads, kTokens, kMx>{p, *reinterpret_cast<FilterShared<kHeads, kTokens, kMx>*>(filter_memory)}.run();

@@ -69,7 +69,7 @@ struct MxScales {
   }
   __device__ bool far_apart(int half) const { return far_apart() >> 16 * half & 0x8000; }
   __device__ float factor(int half) const {
-    return bits_float(max((largest >> 16 * half & 0xff) << 23, 0x00400000u));  // 2^-127 has bits of its own
+    return bits_float(max(__byte_perm(largest, 0, half ? 0x4244 : 0x4044) << 7, 0x00400000u));  // 2^-127 has its own
   }
 };
 
@@ -87,9 +87,8 @@ __device__ __forceinline__ uint32_t mx_four(uint2 table, uint32_t magnitudes, ui
 }
 
 // A lane's part of a tile, for the four steps of the product. `group` is its first one of two, of all groups of a tile.
-__device__ __forceinline__ void mx_to_e4m3(const MxTile& tile, const MxTables& tables, uint32_t group,
-                                           const MxScales& scales, uint32_t (&a)[kIndexDim / 32][4]) {
-  const uint32_t half_signs = tables.half_signs;
+__device__ __forceinline__ void mx_to_e4m3(const MxTile& tile, const MxTables& tables, uint32_t half_signs,
+                                           uint32_t group, const MxScales& scales, uint32_t (&a)[kIndexDim / 32][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint4 own = reinterpret_cast<const uint4*>(tile.bytes)[group + 8 * kKeyGroups * half];

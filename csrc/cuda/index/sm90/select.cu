@@ -12,6 +12,7 @@ namespace {
 struct Variant {
   void (*kernel)(Problem);
   int group;
+  int threads;
   int shared_bytes;
 };
 
@@ -19,7 +20,7 @@ template <bool kMx, int kHeads, int kTokens>
 Variant variant() {
   using Shared = FilterShared<kHeads, kTokens, kMx>;
   static_assert(sizeof(Shared) <= 113 * 1024, "two of a processor");
-  return {filter_kernel<kHeads, kTokens, kMx>, kTokens, sizeof(Shared)};
+  return {filter_kernel<kHeads, kTokens, kMx>, kTokens, kFilterThreads<kTokens, kMx>, sizeof(Shared)};
 }
 
 template <bool kMx, int kHeads>
@@ -122,7 +123,7 @@ void select_tokens(const SelectTokensProblem& p, int processors, void* stream) {
     piece.lists = lay_out(p.workspace, (piece.tokens + v.group - 1) / v.group, ctas, p.topk);
     const int cluster = cluster_of(piece.tokens, processors);
     piece.kept = cluster > 1 ? kClusterKept : kAloneKept;
-    launch_pdl(v.kernel, dim3(ctas), kFilterThreads, v.shared_bytes, stream, "select_tokens", piece);
+    launch_pdl(v.kernel, dim3(ctas), v.threads, v.shared_bytes, stream, "select_tokens", piece);
     cluster > 1 ? finish<kClusterThreads>(piece, cluster, stream) : finish<kAloneThreads>(piece, 1, stream);
   }
 }
@@ -134,7 +135,7 @@ namespace mla::cuda {
 MLA_KERNELS {
   using namespace index::sm90;
   const auto filter = [](const char* name, Variant v) {
-    return KernelEntry{name, reinterpret_cast<const void*>(v.kernel), kFilterThreads, v.shared_bytes};
+    return KernelEntry{name, reinterpret_cast<const void*>(v.kernel), v.threads, v.shared_bytes};
   };
   static const KernelEntry entries[] = {
       filter("select_tokens sm90, 16 heads", variant<false, 16, 1>()),
