@@ -31,8 +31,8 @@ MLA_HOST_DEVICE constexpr int rope_step(int word) { return 32 + word; }
 template <int kHeads>
 struct OrderedQueries {
   static constexpr int kWarps = 8;                      // share the heads
-  static constexpr int kAtOnce = kHeads == 16 ? 2 : 1;  // heads per warp and step
-  static constexpr int kStep = kWarps * kAtOnce;        // heads per step
+  static constexpr int kAtOnce = 1;              // heads per warp and step
+  static constexpr int kStep = kWarps * kAtOnce;  // heads per step
   static constexpr uint32_t kLift = 0x54005400;         // kNvfp4Lift as a pair of f16
   static_assert(kNvfp4Lift == 64.0f);
 
@@ -88,6 +88,7 @@ struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
   static constexpr int kStages = kHeads > 8 ? 6 : 8;    // tiles
   static constexpr int kQueries = kHeads > 16 ? 1 : 2;  // buffers for a token's queries
   static constexpr int kAccRegisters = kHeads / 2;
+  static constexpr bool kAhead = kHeads <= 16;       // read values a step ahead; else registers are too few
   static constexpr int kBlocks = kLatentBlocks + 1;  // of 64 dims of queries
   static constexpr int kLatentBytes = kNvfp4.latent_bytes(), kRopeBytes = kNvfp4.rope_bytes();
   // Scales are two pieces. The first ones of all tokens lie together, and the second ones four banks further on.
@@ -187,7 +188,7 @@ struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
       if (j < 3) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) after[i] = load_piece(other_piece(latent, 2 * (j + 1)) + 8 * i * kLatentBytes);
-      } else {
+      } else if constexpr (kAhead) {
         load(fp4, value_scales, tile, 0);
       }
 #pragma unroll
@@ -270,12 +271,13 @@ struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
     uint32_t other_scales[4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      uint2(&own)[4] = step % 2 ? others : fp4;
+      uint2(&own)[4] = kAhead && step % 2 ? others : fp4;
       uint2(&next)[4] = step % 2 ? fp4 : others;
-      uint32_t(&own_scales)[4] = step % 2 ? other_scales : value_scales;
+      uint32_t(&own_scales)[4] = kAhead && step % 2 ? other_scales : value_scales;
+      if constexpr (!kAhead) load(own, own_scales, s.stages[stage], step);
       const uint32_t scale[2] = {pair_of_scales(own_scales[0], own_scales[1]),
                                  pair_of_scales(own_scales[2], own_scales[3])};
-      if (step + 1 < kSteps) load(next, step % 2 ? value_scales : other_scales, s.stages[stage], step + 1);
+      if (kAhead && step + 1 < kSteps) load(next, step % 2 ? value_scales : other_scales, s.stages[stage], step + 1);
       if (step + 1 == kSteps) release();
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
