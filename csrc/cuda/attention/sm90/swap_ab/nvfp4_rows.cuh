@@ -300,6 +300,7 @@ struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
 
   // Starts the copies of a warp's rows, `first` to `first + 7`. `own` is where row `at` lies.
   static __device__ void copy(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own, int lane) {
+    if constexpr (kHeads > 16) lane = hidden(lane);
     Stage& tile = s.stages[stage];
     const uint32_t latent =
         cast_smem_ptr_to_uint(tile.latent) + first * kLatentBytes + piece_of_row(lane / 16, lane % 16);
