@@ -32,10 +32,9 @@ constexpr bool kCombinedLater = kHeads > kClusterHeads;
 
 // The layout of rows in shared memory, and their products.
 template <Rows kRows, int kHeads>
-using RowsOf = std::conditional_t<
-    kRows == Rows::nvfp4_352, Nvfp4Rows<kHeads>,
-    std::conditional_t<is_scaled(kRows) || kRows == Rows::fp8_tensor_576, Fp8Rows<kRows, kHeads>,
-                       PlainRows<kRows, kHeads>>>;
+using RowsOf = std::conditional_t<kRows == Rows::nvfp4_352, Nvfp4Rows<kHeads>,
+                                  std::conditional_t<is_scaled(kRows) || kRows == Rows::fp8_tensor_576,
+                                                     Fp8Rows<kRows, kHeads>, PlainRows<kRows, kHeads>>>;
 
 template <Rows kRows, int kHeads>
 struct Shared {
@@ -70,7 +69,8 @@ constexpr int kSharedBytes = sizeof(Shared<kRows, kHeads>);
 constexpr int kMostSharedBytes = 227 * 1024;  // of a CTA on sm_90
 static_assert(kSharedBytes<Rows::fp8_ds_mla, 32> <= kMostSharedBytes &&
               kSharedBytes<Rows::nvfp4_352, 32> <= kMostSharedBytes &&
-              kSharedBytes<Rows::nvfp4_352, 16> <= kMostSharedBytes && kSharedBytes<Rows::nvfp4_352, 8> <= kMostSharedBytes &&
+              kSharedBytes<Rows::nvfp4_352, 16> <= kMostSharedBytes &&
+              kSharedBytes<Rows::nvfp4_352, 8> <= kMostSharedBytes &&
               kSharedBytes<Rows::fp8_ds_mla, 16> <= kMostSharedBytes &&
               kSharedBytes<Rows::fp8_tensor_576, 16> <= kMostSharedBytes &&
               kSharedBytes<Rows::bf16, 16> <= kMostSharedBytes && kSharedBytes<Rows::any_512, 16> <= kMostSharedBytes);

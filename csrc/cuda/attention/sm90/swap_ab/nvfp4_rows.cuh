@@ -5,7 +5,7 @@
 // number becomes e4m3 first, its bits moved to where e4m3 has them: that is the number divided by kNvfp4Lift.
 //
 // A sum over dims may have any order. So a lane's part of K is whole pieces of its two rows, and queries are stored in
-// the order in which products take dims from them (order_of_dim).
+// the order in which products take dims from them.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,11 @@
 
 namespace mla::cuda::sm90::swap_ab {
 
-// A product's step takes 16 numbers of a row, four from each of four lanes: two neighbouring ones (pair 0) and the two
-// eight further on (pair 1). These are the places of the first of a pair among all steps, and lane / 4's share of
-// latent pieces: 8 * (c / 2) + c % 2 + 2 * j for j = 0 to 3, of 32 dims each.
+// A step of the score product takes 16 numbers of a row, four from each of four lanes: two neighbouring ones (pair 0),
+// and the two eight further on (pair 1). place_in_steps() is where the first of a pair lies among the numbers of all
+// steps, for lane % 4 = c. Such a lane has the row's latent pieces 8 * (c / 2) + c % 2 + 2 * j for j = 0 to 3, each of
+// four words of eight numbers. A word's numbers in odd places make a step, and those in even places the next. So
+// the scales of a lane's blocks lie side by side. Of rope it has piece c; a word is a step.
 MLA_HOST_DEVICE constexpr int place_in_steps(int step, int c, int pair) { return 16 * step + 2 * c + 8 * pair; }
 MLA_HOST_DEVICE constexpr int latent_step(int j, int word, int even) { return 8 * j + 2 * word + even; }
 MLA_HOST_DEVICE constexpr int rope_step(int word) { return 32 + word; }
@@ -30,10 +32,10 @@ MLA_HOST_DEVICE constexpr int rope_step(int word) { return 32 + word; }
 // multiplied by kNvfp4Lift.
 template <int kHeads>
 struct OrderedQueries {
-  static constexpr int kWarps = 8;                      // share the heads
-  static constexpr int kAtOnce = 1;              // heads per warp and step
+  static constexpr int kWarps = 8;                // share the heads
+  static constexpr int kAtOnce = 1;               // heads per warp and step
   static constexpr int kStep = kWarps * kAtOnce;  // heads per step
-  static constexpr uint32_t kLift = 0x54005400;         // kNvfp4Lift as a pair of f16
+  static constexpr uint32_t kLift = 0x54005400;   // kNvfp4Lift as a pair of f16
   static_assert(kNvfp4Lift == 64.0f);
 
   uint4 latent[kAtOnce][2], rope[kAtOnce];
@@ -54,7 +56,8 @@ struct OrderedQueries {
       for (int j = 0; j < 2; ++j) {
         const uint4 x = times<Number::f16>(scaled_piece(latent[i][j], factor, true), kLift);
         // eight numbers of a word
-        const int piece = lane / 4 + 8 * j, c = piece / 8 * 2 + piece % 2, step = latent_step(piece % 8 / 2, lane % 4, 0);
+        const int piece = lane / 4 + 8 * j, c = piece / 8 * 2 + piece % 2,
+                  step = latent_step(piece % 8 / 2, lane % 4, 0);
         store_pair(q, row, place_in_steps(step, c, 0), __byte_perm(x.x, x.y, 0x7632));
         store_pair(q, row, place_in_steps(step, c, 1), __byte_perm(x.z, x.w, 0x7632));
         store_pair(q, row, place_in_steps(step + 1, c, 0), __byte_perm(x.x, x.y, 0x5410));
@@ -139,8 +142,8 @@ struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
     const Stage& tile = s.stages[stage];
     const uint64_t q = smem_descriptor(cast_smem_ptr_to_uint(s.q[query]));
     const int token = warp * 16 + lane / 4, c = lane % 4;
-    const uint32_t latent = cast_smem_ptr_to_uint(tile.latent) + token * kLatentBytes +
-                            piece_of_row(lane / 4, 8 * (c / 2) + c % 2);
+    const uint32_t latent =
+        cast_smem_ptr_to_uint(tile.latent) + token * kLatentBytes + piece_of_row(lane / 4, 8 * (c / 2) + c % 2);
     const uint32_t rope_rows = cast_smem_ptr_to_uint(tile.rope) + token * kRopeBytes + c * kPieceBytes;
     uint4 rope[2], own[2], next[2];
     uint32_t scales[2][2][2];  // of a row: its blocks in even or odd places, four each
@@ -162,15 +165,14 @@ struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
       cute::warpgroup_arrive();
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        wgmma<F16RowsAtom<kHeads>>(score, a[i],
-                            q + (((step + i) / 4 * kHeads * kRowBytes + (step + i) % 4 * 32) >> 4),
-                            step + i != rope_step(0));
+        wgmma<F16RowsAtom<kHeads>>(score, a[i], q + (((step + i) / 4 * kHeads * kRowBytes + (step + i) % 4 * 32) >> 4),
+                                   step + i != rope_step(0));
       cute::warpgroup_commit_batch();
     };
     fence_acc(score);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint32_t(&a)[2][4] = rows[half];
+      uint32_t (&a)[2][4] = rows[half];
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -193,7 +195,7 @@ struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
       }
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
-        uint32_t(&a)[2][4] = rows[word % 2];
+        uint32_t (&a)[2][4] = rows[word % 2];
         cute::warpgroup_wait<1>();
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -226,10 +228,12 @@ struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = 2 * c + i % 2, token = 16 * step + 8 * (i / 2) + row;
-      const uint8_t* from = tile.latent + token * kLatentBytes + piece_of_row(row, 4 * warp + block / 2) + block % 2 * 8;
+      const uint8_t* from =
+          tile.latent + token * kLatentBytes + piece_of_row(row, 4 * warp + block / 2) + block % 2 * 8;
       numbers[i] = *reinterpret_cast<const uint2*>(from);
       // byte nvfp4_scale(8 * warp + block) of the token's scales
-      scales[i] = tile.scales[block % 4 / 2 * kScalePieces + token * kPieceBytes + block % 2 * 8 + 2 * warp + block / 4];
+      scales[i] =
+          tile.scales[block % 4 / 2 * kScalePieces + token * kPieceBytes + block % 2 * 8 + 2 * warp + block / 4];
     }
   }
 
@@ -273,7 +277,7 @@ struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
     for (int step = 0; step < kSteps; ++step) {
       uint2(&own)[4] = kAhead && step % 2 ? others : fp4;
       uint2(&next)[4] = step % 2 ? fp4 : others;
-      uint32_t(&own_scales)[4] = kAhead && step % 2 ? other_scales : value_scales;
+      uint32_t (&own_scales)[4] = kAhead && step % 2 ? other_scales : value_scales;
       if constexpr (!kAhead) load(own, own_scales, s.stages[stage], step);
       const uint32_t scale[2] = {pair_of_scales(own_scales[0], own_scales[1]),
                                  pair_of_scales(own_scales[2], own_scales[3])};
