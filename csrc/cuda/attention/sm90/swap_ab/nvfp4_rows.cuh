@@ -268,7 +268,7 @@ struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
   template <typename Release>
   __device__ void add_values(float (&out)[kLaneDims / 2][kAccRegisters], Memory& s, int stage, uint32_t probs_address,
                              Release release) {
-    const uint64_t probs = smem_descriptor(probs_address);
+    const uint64_t probs = smem_descriptor_uniform(probs_address);
     constexpr int kSteps = kTileTokens / 16;
     uint32_t rows[2][2][4];
     uint2 others[4];
