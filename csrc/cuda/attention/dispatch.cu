@@ -130,8 +130,10 @@ Gpu describe_current_gpu() { return describe_gpu(current_device()); }
 void attention(const AttentionProblem& given_problem, const Launch& given, void* stream) {
   const Launch launch = fitted(given_problem, given);
   AttentionProblem p = in_units(given_problem);
-  if (launch.kernel != Kernel::portable && p.lists[0].cache.format.code == Code::e2m1)
-    p.scale *= kNvfp4Factor, p.value_scale *= kNvfp4Factor;  // their tiles hold rows divided by it
+  if (p.lists[0].cache.format.code == Code::e2m1) {  // what rows are divided by
+    if (launch.kernel == Kernel::swap_ab) p.value_scale *= kNvfp4Lift;
+    if (launch.kernel == Kernel::m64) p.scale *= kNvfp4Factor, p.value_scale *= kNvfp4Factor;
+  }
   try {
 #ifdef MLA_CUDA_SM90A
     if (launch.kernel == Kernel::swap_ab) return swap_ab_attention(p, launch, stream);

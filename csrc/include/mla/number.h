@@ -158,9 +158,11 @@ MLA_HOST_DEVICE int excess_power(float largest_scale) {
   return (above >= kLowestPower && above <= kHighestPower) || nothing ? 0 : above - kUsualPower;
 }
 
-// Hopper's kernels divide nvfp4_352 rows by this: the factor that makes bf16 of e2m1 bits, 2^126, times a scale of up
+// m64 divides nvfp4_352 rows by this: the factor that makes bf16 of e2m1 bits, 2^126, times a scale of up
 // to 448, is then a bf16 number.
 constexpr float kNvfp4Factor = 256.0f;
+// swap_ab divides them by this: e4m3's exponents are larger than those of the same bits of e2m1.
+constexpr float kNvfp4Lift = 64.0f;
 
 // 2^power for powers from -126 to 127.
 MLA_HOST_DEVICE float two_to(int power) { return bits_float(static_cast<uint32_t>(127 + power) << 23); }

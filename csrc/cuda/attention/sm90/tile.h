@@ -30,7 +30,7 @@ enum class Rows {
   bf16,
   fp16,
   fp8_tensor_576,  // converted to bf16 on load in m64; swap_ab multiplies fp8
-  nvfp4_352,       // converted to bf16 on load
+  nvfp4_352,       // converted to bf16 on load in m64; swap_ab multiplies f16, converted in registers
   any_512,         // all rows of 512 dims, in any mixture; fp8 is converted to bf16 on load
 };
 

@@ -6,8 +6,9 @@
 //
 // Two consumer warpgroups take every other tile each, with a softmax and accumulators of their own. They wait for each
 // other only at the end of a token, where their results are added in a reduction buffer (the memory of the token's last
-// tile). If the token is split, its partial results are then combined (split_tokens.cuh). Eight producer warps load
-// rows. The layout of rows and their products depend on the cache's format: fp8_rows.cuh, plain_rows.cuh.
+// tile, or its own if a tile is too small). If the token is split, its partial results are then combined
+// (split_tokens.cuh). Eight producer warps load rows. The layout of rows and their products depend on the cache's
+// format: fp8_rows.cuh, nvfp4_rows.cuh, plain_rows.cuh.
 //
 //   load     | rows of i + 4 ...
 //   group 0  | scores i, softmax i, values i | scores i + 2, ...
@@ -205,7 +206,7 @@ struct Consumer {
     sync_named<kGroupThreads>(group_barrier(group));
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      if (round > 0) wait_for_reduction_empty(first + round, 1);
+      wait_for_reduction_empty(first + round, 1);
 #pragma unroll
       for (int c = round * kRoundColumns; c < (round + 1) * kRoundColumns; ++c) store_column(c, stage);
       arrive_as_warp(s.reduction_full[(first + round) % 2]);
