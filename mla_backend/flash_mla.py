@@ -579,7 +579,7 @@ def _require_paged(name: str, cache: Tensor, is_fp8: bool, any_kv_heads: bool = 
         _require_one_kv_head(f"{name}.shape[2]", cache.shape[2])
     with named(cache=name):
         rows = format_of(cache)
-    if rows.quantised != is_fp8:
+    if rows.fp8 != is_fp8:
         raise ValueError(f"is_fp8_kvcache must agree with {name}; got {is_fp8} for {rows.name}")
     return rows
 

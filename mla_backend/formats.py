@@ -18,7 +18,7 @@ class CacheFormat:
 
     name: str
     code: str
-    """How latent values are stored: bf16, f16 or e4m3."""
+    """How latent values are stored: bf16, f16, e4m3 or e2m1."""
     latent: int
     rope_code: str
     """How rope values are stored."""
@@ -26,12 +26,12 @@ class CacheFormat:
     value_dim: int
     """How many of a row's dims attention sums up."""
     scale: str
-    """What a scale is: none, fp32, ue8m0 (a power of two in a byte), tensor (the caller has one for all rows), or power
-    (an int8, of staged rows)."""
+    """What a scale is: none, fp32, ue8m0 (a power of two in a byte), e4m3, tensor (the caller has one for all rows), or
+    power (an int8, of staged rows)."""
     group: int
     """Latent values that share a scale; 0 where there are no groups."""
     scales_at: str
-    """Where the scales lie: nowhere, in_row, or end_of_page."""
+    """Where the scales lie: nowhere, in_row (between latent and rope values), end_of_row, or end_of_page."""
     scale_bytes: int
     """Bytes of a token's scales, padding included."""
     scale_offset: int
@@ -50,7 +50,8 @@ class CacheFormat:
         return self.latent + self.rope
 
     @property
-    def quantised(self) -> bool:
+    def fp8(self) -> bool:
+        """Whether latent values are e4m3."""
         return self.code == "e4m3"
 
     @property

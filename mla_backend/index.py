@@ -105,7 +105,8 @@ def index_scores(
         queries: fp32 or bf16 `[T, H, 128]`, of any strides whose last is 1. H is 1 to 128.
         weights: fp32 `[T, H]`, of each head.
         cache: the keys: bf16 `[blocks, block_size, 128]`, or uint8 `[blocks, block_size, 132]`, in each block first
-            the e4m3 values of all its tokens and then an fp32 scale a token. A block lies in one piece.
+            the e4m3 values of all its tokens and then an fp32 scale a token, or `[blocks, block_size, 68]`, e2m1 pairs
+            of all its tokens and then four powers of two a token (`mxfp4_68`). A block lies in one piece.
         block_table: int32 `[R, max_blocks]`, each request's blocks.
         requests: int32 `[T]`, the row of the block table that a token uses.
         lengths: int32 `[T]`; a token sees the positions 0 to length - 1 of its request.

@@ -1,7 +1,9 @@
-"""The formats of the indexer's keys, 128 values a token, and how they are written, in plain PyTorch.
+"""The formats of the indexer's keys, 128 values a token, and how they are written: FP8 and bf16 in plain PyTorch.
 
 `fp8` is what DeepSeek-V3.2's indexer reads in vLLM: in each block first the e4m3 values of all its tokens, then one
-fp32 scale a token, which is a power of two.
+fp32 scale a token, which is a power of two. `mxfp4_68` is what vLLM calls mxfp4: in each block first the values of all
+its tokens, e2m1 pairs of 64 bytes a token with the even one in the low four bits, then four ue8m0 scales a token, of 32
+values each.
 """
 
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from mla_backend import library  # noqa: F401  (registers the ops)
 from mla_backend.arguments import (
+    call,
     described,
     dtype_name,
     require_device_of,
@@ -23,6 +26,8 @@ VALUES = 128
 E4M3_MAX = 448.0
 SMALLEST_AMAX = 1e-4
 """The smallest amax that a scale is made from, as in vLLM."""
+GROUP = 32
+"""MXFP4 values with one scale."""
 MANTISSA, EXPONENT = 0x007FFFFF, 0x7F800000
 """Bits of an fp32 number."""
 
@@ -53,6 +58,7 @@ class KeyFormat:
 KEY_FORMATS = {
     "bf16": KeyFormat("bf16", quantised=False, token_bytes=2 * VALUES),
     "fp8": KeyFormat("fp8", quantised=True, token_bytes=VALUES + 4),
+    "mxfp4_68": KeyFormat("mxfp4_68", quantised=True, token_bytes=VALUES // 2 + VALUES // GROUP),
 }
 
 
@@ -63,7 +69,7 @@ class KeyAddresses:
     wait. So in place of such a key, one that has a slot is written a second time, to its own address.
 
     Args:
-        cache: of either format; its shape, strides and dtype count. A block has to lie in one piece.
+        cache: of any format; its shape, strides and dtype count. A block has to lie in one piece.
         slots: int32 or int64 `[N]`.
         any_valid: one or more of the slots are known to be in the cache. Otherwise each write checks.
 
@@ -74,6 +80,10 @@ class KeyAddresses:
     def __init__(self, cache: Tensor, slots: Tensor, *, any_valid: bool = False):
         _require(cache=cache, slots=slots)
         blocks, block_size, _ = cache.shape
+        self._slots = slots.long() if _is_mxfp4(cache) else None
+        if self._slots is not None:
+            self.source = torch.arange(len(slots), device=slots.device)
+            return
         self._dtype, words, scales = _words(cache)
         slots = slots.long()
         valid = (slots >= 0) & (slots < blocks * block_size)
@@ -95,6 +105,8 @@ class KeyAddresses:
         """Writes bf16 or fp32 keys `[N, 128]` that have been rearranged by `source`."""
         if not cache.numel():
             return
+        if self._slots is not None:
+            return call(torch.ops.mla_backend.write_mxfp4_keys.default, keys, cache, self._slots)
         parts = [part.view(self._dtype) for part in _encode(keys, cache.dtype)]
         words = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         flat = _as_one_row(cache.view(self._dtype))
@@ -104,15 +116,28 @@ class KeyAddresses:
 
 
 def write_keys(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Writes bf16 or fp32 keys `[N, 128]` into slots, int32 or int64 `[N]`, of a cache of either format. A key whose
-    slot is negative or past the end is skipped. Nothing waits for the device."""
+    """Writes keys into slots of a cache, rounded as its format wants it. A key whose slot is negative or past the end
+    is skipped. Nothing waits for the device.
+
+    Args:
+        keys: bf16 or fp32 `[N, 128]`.
+        cache: bf16 `[blocks, block_size, 128]`, or uint8 `[blocks, block_size, 132]` (`fp8`) or
+            `[blocks, block_size, 68]` (`mxfp4_68`).
+        slots: int32 or int64 `[N]`: block * block_size + offset in it.
+    """
     _require(keys=keys, cache=cache, slots=slots)
     if keys.shape != (len(slots), VALUES) or keys.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"keys must be bf16 or fp32 [N={len(slots)}, {VALUES}]; got {described(keys)}")
     require_own_memory(cache=cache, keys=keys, slots=slots)
-    if len(slots):
+    if _is_mxfp4(cache):
+        call(torch.ops.mla_backend.write_mxfp4_keys.default, keys, cache, slots.long())
+    elif len(slots):
         addresses = KeyAddresses(cache, slots)
         addresses.write(keys[addresses.source], cache)
+
+
+def _is_mxfp4(cache: Tensor) -> bool:
+    return cache.dtype == torch.uint8 and cache.shape[2] == KEY_FORMATS["mxfp4_68"].width
 
 
 def _words(cache: Tensor) -> tuple[torch.dtype, int, int]:

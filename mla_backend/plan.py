@@ -90,14 +90,14 @@ def plan_arguments(plan: Plan | None) -> tuple[Tensor | None, list[int]]:
 
 
 def products_number(products: str, cache_format: str | None = None) -> int:
-    """How rows are multiplied, as the ops take it; rows of 16-bit formats have one way."""
+    """How rows are multiplied, as the ops take it; rows whose latent values are not e4m3 have one way."""
     if not isinstance(products, str):
         raise TypeError(f"products must be a str; got {type(products).__name__}")
     if products not in PRODUCTS:
         raise ValueError(f"products must be one of {', '.join(PRODUCTS)}; got {products!r}")
-    if products == "fp8" and cache_format is not None and not FORMATS[cache_format].quantised:
+    if products == "fp8" and cache_format is not None and not FORMATS[cache_format].fp8:
         raise ValueError(
-            f"products must be 'exact' with {cache_format} rows, as 16-bit rows have one way; got {products!r}"
+            f"products must be 'exact' with {cache_format} rows, whose latent values are not e4m3; got {products!r}"
         )
     return PRODUCTS.index(products)
 

@@ -11,9 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
+from mla_backend.reference_numbers import (
+    E4M3_MAX,
+    from_e2m1,
+    from_nvfp4_scales,
+    from_ue8m0,
+    to_e2m1,
+    to_e4m3,
+    to_number,
+    to_nvfp4_scales,
+    to_ue8m0,
+)
+
 LATENT = 512
 ROPE = 64
-E4M3_MAX = 448.0
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 KEY = 128
 """Values of an indexer's key."""
@@ -25,8 +36,8 @@ class Rows(NamedTuple):
     dtype: torch.dtype
     """Of a cache tensor."""
     parts: dict[str, int]
-    """Bytes of what a token consists of, in this order. Values of one byte are e4m3; scales of one byte are powers of
-    two, of four bytes fp32."""
+    """Bytes of what a token consists of, in this order. Values of one byte are e4m3, of half a byte e2m1; scales of one
+    byte are powers of two, those of e2m1 e4m3, of four bytes fp32."""
     latent: int = LATENT
     rope: int = ROPE
     group: int = 0
@@ -41,14 +52,19 @@ class Rows(NamedTuple):
 
     @property
     def powers_of_two(self) -> bool:
-        """Whether a group's scale is a byte."""
-        return self.group > 0 and self.parts["scales"] == self.latent // self.group
+        """Whether a group's scale is one."""
+        return self.group > 0 and self.parts["scales"] == self.latent // self.group and not self.e2m1
+
+    @property
+    def e2m1(self) -> bool:
+        """Whether latent values are e2m1."""
+        return self.parts["latent"] == self.latent // 2
 
     @property
     def values(self) -> list[tuple[str, bool]]:
-        """The parts that are values, and whether they are e4m3."""
+        """The parts that are values, and whether they are quantised."""
         counts = {"latent": self.latent, "rope": self.rope}
-        return [(name, self.parts[name] == count) for name, count in counts.items() if count]
+        return [(name, self.parts[name] <= count) for name, count in counts.items() if count]
 
     @property
     def number(self) -> torch.dtype:
@@ -72,6 +88,7 @@ FORMATS = {
     "fp8_528": Rows(torch.uint8, {"latent": 512, "scales": 16}, rope=0, group=32),
     "fp8_tensor_576": Rows(torch.uint8, {"latent": 512, "rope": 64}),
     "fp8_tensor_512": Rows(torch.uint8, {"latent": 512}, rope=0),
+    "nvfp4_352": Rows(torch.uint8, {"latent": 256, "rope": 64, "scales": 32}, group=16),
 }
 STAGED = Rows(torch.uint8, {"latent": 1024, "rope": 128, "power": 1}, trailer=1)
 """f16 latent values and bf16 rope values, which lack a power of two: 2^(power + USUAL_POWER) and 2^power."""
@@ -88,21 +105,6 @@ def format_of(cache: Tensor, format: str | None = None) -> Rows:
     return next(
         rows for rows in (FLOAT32, STAGED, *FORMATS.values()) if (dtype, cache.shape[-1]) == (rows.dtype, rows.width)
     )
-
-
-def to_e4m3(x: Tensor) -> Tensor:
-    """fp32 to e4m3 bytes (uint8): nearest, ties to even, saturating at 448; NaN becomes 0x7f."""
-    rounded = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.where(x.isnan(), 0x7F, rounded)
-
-
-def to_number(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 to bf16 or fp16: nearest, ties to even; NaN becomes 0x7fc0 or 0x7e00. What has the dtype keeps its bits."""
-    if x.dtype == dtype:
-        return x
-    nan = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}.get(dtype)
-    x = x.float()
-    return x if nan is None else x.to(dtype).view(torch.int16).masked_fill(x.isnan(), nan).view(dtype)
 
 
 def group_scale(amax: Tensor, power_of_two: bool) -> Tensor:
@@ -129,12 +131,16 @@ def quantise(
 
 def _quantise(rows: Rows, kv_c: Tensor, k_pe: Tensor | None, power_of_two: bool, scale: float) -> Tensor:
     given, parts = {"latent": kv_c, "rope": k_pe}, {}
-    for name, is_e4m3 in rows.values:
-        if not is_e4m3:
+    for name, quantised in rows.values:
+        if not quantised:
             parts[name] = to_number(given[name], rows.number)
         elif name == "latent" and rows.group:
             groups = kv_c.float().unflatten(-1, (-1, rows.group))
             amax = torch.where(groups.isnan(), 0.0, groups.abs()).amax(-1, keepdim=True)
+            if rows.e2m1:
+                parts["scales"], scales = to_nvfp4_scales(amax)
+                parts["latent"] = to_e2m1((groups * (1 / scales)).flatten(-2))
+                continue
             scales = group_scale(amax, power_of_two or rows.powers_of_two)
             parts["latent"] = to_e4m3(groups / scales).flatten(-2)
             parts["scales"] = (to_ue8m0(scales) if rows.powers_of_two else scales).squeeze(-1)
@@ -159,13 +165,14 @@ def _stored_values(rows: Rows, cached: Tensor, scale: float) -> list[Tensor]:
         latent, rope, power = (_dense(parts[name]).view(kind).double() for name, kind in kinds.items())
         return [(latent * torch.exp2(power + USUAL_POWER)).float(), (rope * torch.exp2(power)).float()]
     values = []
-    for name, is_e4m3 in rows.values:
+    for name, quantised in rows.values:
         part = parts[name].contiguous()
-        if not is_e4m3:
+        if not quantised:
             values.append(part.view(rows.number))
             continue
-        numbers = part.view(torch.float8_e4m3fn).float()
-        if rows.group:
+        is_e2m1 = rows.e2m1 and name == "latent"
+        numbers = from_e2m1(part) if is_e2m1 else part.view(torch.float8_e4m3fn).float()
+        if rows.group and name == "latent":
             scales = _group_scales(rows, parts["scales"])
             numbers = (numbers.unflatten(-1, (-1, rows.group)) * scales.unsqueeze(-1)).flatten(-2)
         else:
@@ -176,17 +183,9 @@ def _stored_values(rows: Rows, cached: Tensor, scale: float) -> list[Tensor]:
 
 def _group_scales(rows: Rows, stored: Tensor) -> Tensor:
     stored = stored.contiguous()
+    if rows.e2m1:
+        return from_nvfp4_scales(stored)
     return from_ue8m0(stored) if rows.powers_of_two else stored.view(torch.float32)
-
-
-def to_ue8m0(powers: Tensor) -> Tensor:
-    """Powers of two as bytes: their exponents, from -127 on."""
-    return (torch.frexp(powers)[1] - 1 + 127).to(torch.uint8)
-
-
-def from_ue8m0(scales: Tensor) -> Tensor:
-    """Bytes that are powers of two as float32: 2^(byte - 127), and NaN for 255."""
-    return torch.exp2(scales.double() - 127).float().masked_fill(scales == 255, torch.nan)
 
 
 def dequantise(cached: Tensor, format: str | None = None, *, scale: float = 1.0) -> Tensor:
@@ -607,12 +606,17 @@ def rotate_queries(
 
 
 def dequantise_keys(cache: Tensor) -> Tensor:
-    """The indexer's keys, fp32 `[blocks, block_size, 128]`, of a cache of bf16 or fp32 `[blocks, block_size, 128]`, or
-    of bytes `[blocks, block_size, 132]`: in each block the e4m3 values of all its tokens, then their scales in fp32."""
+    """The indexer's keys, fp32 `[blocks, block_size, 128]`, of a cache of fp32 or of a format of docs/formats.md."""
     if cache.dtype != torch.uint8:
         return cache.float()
-    blocks, block_size = cache.shape[:2]
-    values, scales = cache.reshape(blocks, block_size * (KEY + 4)).split([block_size * KEY, block_size * 4], dim=1)
+    blocks, block_size, width = cache.shape
+    values, scales = cache.reshape(blocks, -1).split([block_size * (width - 4), block_size * 4], dim=1)
+    if width == KEY // 2 + 4:
+        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=cache.device)
+        codes = torch.stack([values & 15, values >> 4], dim=-1).view(blocks, block_size, 4, KEY // 4)
+        powers = (scales.int() << 23).view(torch.float32).masked_fill(scales == 255, torch.nan)
+        powers = powers.masked_fill(scales == 0, 2.0**-127).view(blocks, block_size, 4, 1)
+        return (numbers[codes.int()] * powers).flatten(2)
     values = values.contiguous().view(torch.float8_e4m3fn).float().view(blocks, block_size, KEY)
     return values * scales.contiguous().view(torch.float32).unsqueeze(-1)
 

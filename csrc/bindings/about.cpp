@@ -46,9 +46,9 @@ std::string list(const std::vector<std::string>& items) {
 }
 
 // In the order of Code, Scale and ScalesAt.
-constexpr const char* kCodeNames[] = {"bf16", "f16", "e4m3"};
-constexpr const char* kScaleNames[] = {"none", "fp32", "ue8m0", "tensor", "power"};
-constexpr const char* kScalesAtNames[] = {"nowhere", "in_row", "end_of_page"};
+constexpr const char* kCodeNames[] = {"bf16", "f16", "e4m3", "e2m1"};
+constexpr const char* kScaleNames[] = {"none", "fp32", "ue8m0", "tensor", "power", "e4m3"};
+constexpr const char* kScalesAtNames[] = {"nowhere", "in_row", "end_of_page", "end_of_row"};
 
 // By its number; staged rows come last.
 const CacheFormat& format_of(int number) { return number < kFormatCount ? *kFormats[number] : kStaged; }

@@ -32,8 +32,8 @@ SlotList expect_pages(const CacheView& cache, const Tensor& block_table, const T
 
 Products expect_products(int64_t number, const CacheFormat& format) {
   const auto products = static_cast<Products>(expect_range(number, "products", 0, kProductsCount - 1));
-  if (products == Products::fp8 && !format.quantised())
-    reject("products", "'exact' with " + std::string(format.name) + " rows, as 16-bit rows have one way", "'fp8'");
+  if (products == Products::fp8 && format.code != Code::e4m3)
+    reject("products", "'exact' with " + std::string(format.name) + " rows, whose latent values are not e4m3", "'fp8'");
   return products;
 }
 
@@ -129,7 +129,7 @@ MLA_OP(sparse_attention, Tensor q, OptionalTensor q_rope, Tensor cache, Tensor i
     const CacheFormat& other = extra.format;
     const auto only_one_is = [&](Scale scale) { return (other.scale == scale) != (format.scale == scale); };
     if (other.head_dim() != format.head_dim() || dtype_of(other) != dtype_of(format) || only_one_is(Scale::tensor) ||
-        only_one_is(Scale::power))
+        only_one_is(Scale::power) || only_one_is(Scale::e4m3))
       reject("extra_cache", "of a format that goes with " + std::string(format.name), other.name);
     expect_products(products, other);
     p.lists[1] = expect_list(extra, *extra_indices, "extra_indices", extra_topk_length, "extra_topk_length", T, q);

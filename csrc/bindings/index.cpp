@@ -5,17 +5,18 @@
 namespace mla::bindings {
 namespace {
 
-constexpr int64_t kQuantisedKeyBytes = kIndexDim + 4;
-
 KeyCacheView expect_key_cache(const Tensor& cache, const Tensor& same_device_as) {
-  const char* accepted = "uint8 [blocks, block_size, 132] or bfloat16 [blocks, block_size, 128]";
+  const char* accepted = "uint8 [blocks, block_size, 132 or 68] or bfloat16 [blocks, block_size, 128]";
   if (!cache.defined() || cache.dim() != 3) reject("cache", accepted, describe(cache));
   const ScalarType dtype = cache.scalar_type();
   const bool quantised = dtype == ScalarType::Byte;
-  const int64_t width = quantised ? kQuantisedKeyBytes : kIndexDim;
+  const KeyNumber number = !quantised                  ? KeyNumber::bf16
+                           : cache.size(2) < kIndexDim ? KeyNumber::mxfp4
+                                                       : KeyNumber::e4m3;
+  const int64_t width = quantised ? key_value_bytes(number) + kKeyScaleBytes : kIndexDim;
   if ((!quantised && dtype != ScalarType::BFloat16) || cache.size(2) != width)
     reject("cache", accepted, describe(cache));
-  KeyCacheView keys{nullptr, cache.size(0), cache.size(1), 0, quantised};
+  KeyCacheView keys{nullptr, cache.size(0), cache.size(1), 0, number};
   int64_t of_blocks, of_keys;
   keys.data = expect<uint8_t>(cache, "cache", {dtype}, {{"blocks"}, {"block_size"}, width}, same_device_as,
                               {&of_blocks, &of_keys});
@@ -106,6 +107,19 @@ MLA_OP(rotate_queries, Tensor queries, Tensor index_queries, Tensor weights, Ten
   p.weights_out = expect<float>(weights_out, "weights_out", {T, I}, queries, {&p.weight_out_token});
   if (p.tokens == 0 || p.heads + p.index_heads == 0) return;
   MLA_RUN(queries, rotate_queries, p);
+}
+
+MLA_OP(write_mxfp4_keys, Tensor keys, Written cache, Tensor slots) {
+  WriteKeysProblem p{};
+  p.keys = expect(keys, "keys", {ScalarType::Float, ScalarType::BFloat16}, {{"N"}, kIndexDim}, keys, {&p.key_token});
+  p.fp32 = keys.scalar_type() == ScalarType::Float;
+  p.tokens = keys.size(0);
+  p.slot = expect<int64_t>(slots, "slots", {{"N", p.tokens}}, keys);
+  p.cache = expect_key_cache(cache, keys);
+  if (p.cache.number != KeyNumber::mxfp4) reject("cache", "uint8 [blocks, block_size, 68]", describe(cache));
+  p.data = const_cast<uint8_t*>(p.cache.data);
+  if (p.tokens == 0) return;
+  MLA_RUN(keys, write_mxfp4_keys, p);
 }
 
 MLA_OP(index_scores, Tensor queries, Tensor weights, Tensor cache, Tensor block_table, Tensor requests, Tensor lengths,

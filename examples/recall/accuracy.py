@@ -2,9 +2,9 @@
 
     python -m examples.recall.accuracy
 
-An answer is right if greedy generation gives it, token for token, with the end after it. Three ways: from a BF16 cache,
-from an FP8 cache, and from a BF16 cache with random positions in place of the indexer's selection, of which next to
-nothing must come.
+An answer is right if greedy generation gives it, token for token, with the end after it. Four ways: from a BF16 cache,
+from an FP8 cache, from nvfp4_352 rows with FP8 keys, and from a BF16 cache with random positions in place of the
+indexer's selection, of which next to nothing must come.
 """
 
 import argparse
@@ -38,6 +38,7 @@ class Way:
 WAYS = {
     "BF16 cache": Way("bf16", "bf16"),
     "FP8 cache": Way("fp8_ds_mla", "fp8"),
+    "FP4 rows": Way("nvfp4_352", "fp8"),
     "shuffled": Way("bf16", "bf16", shuffled=True),
 }
 

@@ -64,7 +64,7 @@ class LayerCache:
     """The paged caches of a layer. Both have the same blocks."""
 
     latent: Tensor
-    """`[blocks, block_size, width]` of bf16 or fp8_ds_mla rows, or fp32 rows of 576 for `ExactAttention`."""
+    """`[blocks, block_size, width]` of bf16, fp8_ds_mla or nvfp4_352 rows, or fp32 rows of 576 for `ExactAttention`."""
     keys: Tensor | None
     """The indexer's keys, of a format in `mla_backend.KEY_FORMATS`, or fp32 `[blocks, block_size, 128]`; None in a
     layer without an indexer."""
@@ -82,10 +82,10 @@ def new_caches(
     """Caches of zeros for every layer.
 
     Args:
-        latent: bf16, fp8_ds_mla or fp32.
+        latent: bf16, fp8_ds_mla, nvfp4_352 or fp32.
         keys: a name in `mla_backend.KEY_FORMATS`, or fp32.
     """
-    latents = {name: (FORMATS[name].width, FORMATS[name].dtype) for name in ("bf16", "fp8_ds_mla")}
+    latents = {name: (FORMATS[name].width, FORMATS[name].dtype) for name in ("bf16", "fp8_ds_mla", "nvfp4_352")}
     latents["fp32"] = (config.latent_dim + config.rope_dim, torch.float32)
     all_keys = {name: (fmt.width, fmt.dtype) for name, fmt in KEY_FORMATS.items()}
     all_keys["fp32"] = (INDEX_DIM, torch.float32)

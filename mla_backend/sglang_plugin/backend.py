@@ -141,7 +141,7 @@ def why_not(model_runner: Any) -> str | None:
             f"does not read rows of {pool.kv_cache_dim} {dtype_name(pool.dtype)} values. "
             "Use --kv-cache-dtype bfloat16, or leave out --dsa-prefill-backend and --dsa-decode-backend."
         )
-    if products() == "fp8" and not mla_backend.FORMATS[fitting_formats(pool)[0]].quantised:
+    if products() == "fp8" and not mla_backend.FORMATS[fitting_formats(pool)[0]].fp8:
         return f"{PRODUCTS_VARIABLE}=fp8 is for FP8 rows. Use --kv-cache-dtype fp8_e4m3, or unset it."
     if getattr(config.hf_config, "learnable_sink", False):
         return "SGLang takes no other backend for models with learnable sinks. Leave out --attention-backend."

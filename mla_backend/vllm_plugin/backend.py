@@ -26,7 +26,7 @@ from mla_backend.vllm_plugin.beginnings import (
     longest_masked,
     masked,
 )
-from mla_backend.vllm_plugin.config import CACHE_DTYPES, ONE_SCALE
+from mla_backend.vllm_plugin.config import CACHE_DTYPES, NVFP4, ONE_SCALE
 from mla_backend.vllm_plugin.host_tier import HostTier, Place
 from mla_backend.vllm_plugin.models import LATENT, ROPE
 from mla_backend.vllm_plugin.staging import VISITS, StagedRequests, requests_to_stage, room_for_rows
@@ -36,6 +36,9 @@ MetadataBase, BuilderBase, LayerBase = versions.bases()
 SHORT_EXTEND = 128
 """A request with up to this many tokens in a step counts as decode. Of longer ones a prompt's first top-k tokens run as
 dense attention, which is cheaper, but has to expand keys and values for every head first."""
+
+PACKED_ROWS = {"fp8_ds_mla": "fp8_ds_mla", NVFP4: "nvfp4_352"}
+"""--kv-cache-dtype and format where it alone says how wide rows are."""
 
 
 def _on_cpu() -> bool:
@@ -87,8 +90,8 @@ class SparseMLABackend(Backend, AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        width = mla_backend.FORMATS["fp8_ds_mla"].width if cache_dtype_str == "fp8_ds_mla" else head_size
-        return num_blocks, block_size, width
+        rows = PACKED_ROWS.get(cache_dtype_str)
+        return num_blocks, block_size, mla_backend.FORMATS[rows].width if rows else head_size
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -139,7 +142,7 @@ class SparseMLAMetadataBuilder(BuilderBase):
         # may be more than `index_topk`: GLM-5.3-Flash adds the tokens that no pool of its indexer holds yet
         topk, heads = impl.topk_indices_buffer.shape[1], attending_heads(vllm_config, impl)
         cache_dtype = impl.kv_cache_dtype  # --kv-cache-dtype-skip-layers gives some layers another
-        formats = {"fp8_ds_mla": "fp8_ds_mla", **dict.fromkeys(ONE_SCALE, "fp8_tensor_512")}
+        formats = PACKED_ROWS | dict.fromkeys(ONE_SCALE, "fp8_tensor_512")
         cache_format = formats.get(cache_dtype, "bf16")
         self.buffers = StepBuffers(
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -298,10 +301,10 @@ class SparseMLALayer(LayerBase):
         self.sinks = sinks  # a parameter, not a copy: its values are loaded later
         self._vllm_layer: Any = None
         # Dense attention for short prefills needs one of vLLM's GPU kernels. It gathers rows into rows of the model's
-        # width, which those of fp8_ds_mla have only in models with rope, and knows no sinks. Whether vLLM uses it
-        # depends on the longest prefill of a step.
-        wider_rows = self.kv_cache_dtype == "fp8_ds_mla" and self.head_size == LATENT
-        no_dense = _on_cpu() or wider_rows or sinks is not None or envs.VLLM_BATCH_INVARIANT
+        # width, which those of fp8_ds_mla have only in models with rope, and knows no sinks and no nvfp4_ds_mla rows.
+        # Whether vLLM uses it depends on the longest prefill of a step.
+        no_rows = self.kv_cache_dtype == NVFP4 or (self.kv_cache_dtype == "fp8_ds_mla" and self.head_size == LATENT)
+        no_dense = _on_cpu() or no_rows or sinks is not None or envs.VLLM_BATCH_INVARIANT
         # With HiSparse vLLM plans how rows come from the host only where it might, but then never does.
         self.supports_dense_mha_prefill = has_host_tier or not no_dense
         # vLLM measures memory after this, without a step's metadata. What its longest step needs has to be there then.
@@ -321,6 +324,8 @@ class SparseMLALayer(LayerBase):
         if not _on_cpu():
             versions.register_warmup()
             versions.rotate_queries_if_possible()
+            if self.kv_cache_dtype == NVFP4:
+                versions.write_nvfp4_rows()
 
     def do_kv_cache_update(
         self,

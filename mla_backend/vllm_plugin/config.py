@@ -15,6 +15,8 @@ from mla_backend.vllm_plugin.staging import OPTION, asked_rows
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
+NVFP4 = "nvfp4_ds_mla"
+"""vLLM's name of nvfp4_352 rows."""
 CACHE_DTYPES = {
     versions.SPARSE: {
         "auto": "auto",
@@ -22,6 +24,7 @@ CACHE_DTYPES = {
         "fp8": "fp8_ds_mla",
         "fp8_e4m3": "fp8_ds_mla",
         "fp8_ds_mla": "fp8_ds_mla",
+        NVFP4: NVFP4,
     },
     versions.DENSE: {name: name for name in ("auto", "bfloat16", "fp8", "fp8_e4m3")},
 }
@@ -82,7 +85,7 @@ def settle(vllm_config: "VllmConfig") -> None:
     if name == versions.SPARSE and not current_platform.is_cpu() and selection.is_on(vllm_config):
         if selection.asked(vllm_config) is None:
             told = "%s selects tokens with select_tokens, as %s. --additional-config '{\"%s\": false}' turns it off."
-            versions.logger().info_once(told, name, selection.why_by_default(), selection.OPTION)
+            versions.logger().info_once(told, name, selection.why_by_default(vllm_config), selection.OPTION)
         vllm_config.parallel_config.worker_cls = WORKERS[1]
         selection.split_graphs(vllm_config.compilation_config)
     if name == versions.SPARSE and not current_platform.is_cpu() and sharing.is_on(vllm_config):
@@ -179,8 +182,10 @@ def _dtype(model_config: "ModelConfig", on_cpu: bool) -> str | None:
 
 def _cache_dtype(name: str, vllm_config: "VllmConfig") -> str | None:
     given = vllm_config.cache_config.cache_dtype
-    no_bf16 = has_v4_attention(vllm_config.model_config)
-    accepted = [dtype for dtype in CACHE_DTYPES[name] if dtype != "bfloat16" or not no_bf16]
+    refused = {"bfloat16", NVFP4} if has_v4_attention(vllm_config.model_config) else set()
+    if not versions.since_0_32() or getattr(vllm_config.model_config.hf_text_config, "qk_rope_head_dim", None) == 0:
+        refused.add(NVFP4)  # rows whose rope is missing or that vLLM does not know
+    accepted = [dtype for dtype in CACHE_DTYPES[name] if dtype not in refused]
     if given in accepted:
         return None
     return f"--kv-cache-dtype must be one of {', '.join(accepted)}; got {given}."

@@ -1,7 +1,7 @@
 """The indexer of DeepSeek sparse attention on a CPU. vLLM has one for GPUs only.
 
-vLLM's model computes queries, keys and weights; this writes the keys, scores them and selects. Keys are cached in FP8,
-as on a GPU. Queries, which a GPU rounds to FP8 for its tensor cores, stay as they are.
+vLLM's model computes queries, keys and weights; this writes the keys, scores them and selects. Keys are cached in FP8
+or MXFP4, as on a GPU. Queries, which a GPU rounds to FP8 for its tensor cores, stay as they are.
 """
 
 import importlib
@@ -91,7 +91,7 @@ class CpuIndexerBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [KEY_FORMATS["fp8"].width]
+        return [KEY_FORMATS[name].width for name in ("fp8", "mxfp4_68")]
 
 
 class CpuIndexer(SparseAttnIndexer):

@@ -21,7 +21,8 @@ from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_l
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
 
 from mla_backend.index import MAX_WORKSPACE
-from mla_backend.vllm_plugin import versions
+from mla_backend.keys import write_keys
+from mla_backend.vllm_plugin import mxfp4_keys, versions
 from mla_backend.vllm_plugin.replacements import by_name, instead_of
 from mla_backend.vllm_plugin.selection import OP, seen_by_tokens, select_into
 
@@ -106,7 +107,10 @@ def select(
 
 def insert(keys: Tensor, cache: Tensor, slots: Tensor, quant_block_size: int, scale_fmt: str | None) -> None:
     """Writes keys. A graph's padding has no slots."""
-    _custom_ops.indexer_k_quant_and_cache(keys[: len(slots)], cache, slots, quant_block_size, scale_fmt)
+    if cache.shape[-1] == mxfp4_keys.KEYS.width:
+        write_keys(keys[: len(slots)], cache, slots)
+    else:
+        _custom_ops.indexer_k_quant_and_cache(keys[: len(slots)], cache, slots, quant_block_size, scale_fmt)
 
 
 def is_dense(context: Any, layer: str) -> bool:
@@ -136,7 +140,7 @@ class GpuIndexer(indexer.SparseAttnIndexer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.use_fp4_cache or self.candidate_blocks is not None:
-            raise ValueError("mla_selection: has no FP4 keys and no candidate blocks. Leave it out.")
+            raise ValueError("mla_selection: has no FP4 queries and no candidate blocks. Leave it out.")
 
     def forward_cuda(self, hidden_states: Tensor, q_quant: Tensor, k: Tensor | None, weights: Tensor) -> Tensor:
         getattr(torch.ops.vllm, OP.partition("::")[2])(

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from mla_backend.vllm_plugin import selection, sharing
+from mla_backend.vllm_plugin import mxfp4_keys, selection, sharing
 from mla_backend.vllm_plugin.models import V41, v4_family
 
 
@@ -26,4 +26,6 @@ class SparseMLAWorker(Worker):
             from mla_backend.vllm_plugin import gpu_indexer
 
             gpu_indexer.install()
+            if mxfp4_keys.asked(self.vllm_config):
+                mxfp4_keys.install()
         super().load_model(*args, **kwargs)

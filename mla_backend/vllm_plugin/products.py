@@ -17,7 +17,7 @@ def asked(vllm_config: Any) -> Any:
 
 def of_rows(vllm_config: Any, cache_format: str) -> str:
     """Those of layers whose rows have this format; --kv-cache-dtype-skip-layers gives some layers 16-bit ones."""
-    return asked(vllm_config) if FORMATS[cache_format].quantised else "exact"
+    return asked(vllm_config) if FORMATS[cache_format].fp8 else "exact"
 
 
 def why_not(vllm_config: Any, fp8_rows: bool) -> str | None:
@@ -26,5 +26,5 @@ def why_not(vllm_config: Any, fp8_rows: bool) -> str | None:
     if given not in PRODUCTS:
         return f"{option} must be one of {', '.join(PRODUCTS)}; got {given!r}."
     if given == "fp8" and not fp8_rows:
-        return f"{option} is for FP8 rows, as 16-bit rows have one way. Use --kv-cache-dtype fp8, or leave it out."
+        return f"{option} is for FP8 rows, as others have one way. Use --kv-cache-dtype fp8, or leave it out."
     return None

@@ -108,7 +108,17 @@ SHARE = Replacement(
     },
     "mla_shared_selection is refused; each tensor-parallel GPU selects for all tokens",
 )
-ALL = (CONFIG, ROTATE, SPLIT, V4, V41, SELECT, SHARE, CPU_INDEXER)
+MXFP4_KEYS = Replacement(
+    "MXFP4 keys",
+    {
+        "vllm.model_executor.models.deepseek_v2:DeepseekV32IndexerCache.__init__": (
+            *("head_dim", "dtype", "prefix", "cache_config"),
+        ),
+        "vllm.v1.attention.backends.mla.indexer:dsa_indexer_uses_fp4": ("vllm_config",),
+    },
+    "indexer_kv_dtype mxfp4 is vLLM's own, which needs Blackwell",
+)
+ALL = (CONFIG, ROTATE, SPLIT, V4, V41, SELECT, SHARE, MXFP4_KEYS, CPU_INDEXER)
 
 
 def why_not(replacement: Replacement) -> str | None:
@@ -149,6 +159,8 @@ def report(on_cpu: bool, blackwell: bool) -> list[dict[str, Any]]:
             why = f"{why}: {each.cost}"
         elif each is SELECT:
             why = "DeepGEMM is faster; mla_selection turns it on"
+        elif each is MXFP4_KEYS:
+            why = "indexer_kv_dtype turns it on"
         elif each is SHARE:
             why = "it is new; mla_shared_selection turns it on"
         found.append({"name": each.name, "in_use": why is None, "why": why})

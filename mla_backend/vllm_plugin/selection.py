@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from mla_backend.index import select_tokens, wrong_sizes
-from mla_backend.vllm_plugin import replacements, versions
+from mla_backend.vllm_plugin import mxfp4_keys, replacements, versions
+from mla_backend.vllm_plugin.models import has_v4_attention
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,13 +30,15 @@ def asked(vllm_config: "VllmConfig") -> Any:
 def is_on(vllm_config: "VllmConfig") -> bool:
     """Whether our op selects on this GPU. Each process comes to the same answer."""
     choice = asked(vllm_config)
-    return bool(choice if choice is not None else why_by_default()) and why_not(vllm_config) is None
+    return bool(choice if choice is not None else why_by_default(vllm_config)) and why_not(vllm_config) is None
 
 
-def why_by_default() -> str | None:
+def why_by_default(vllm_config: "VllmConfig") -> str | None:
     """Why it is on where the user asks for nothing: vLLM's selection can't run."""
     from vllm.utils.deep_gemm import has_deep_gemm
 
+    if mxfp4_keys.asked(vllm_config):
+        return "vLLM has no kernels for MXFP4 keys here"
     return None if has_deep_gemm() else "DeepGEMM is not installed"
 
 
@@ -55,11 +58,16 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
     capability = current_platform.get_device_capability()
     if capability is not None and capability.major == 10:
         return "does not know the scales of keys on sm_100"
-    return why_not_indexer(vllm_config)
+    if mxfp4_keys.asked(vllm_config):
+        if has_v4_attention(vllm_config.model_config):
+            return "has MXFP4 keys for models like DeepSeek-V3.2 alone; leave out indexer_kv_dtype"
+        if (unknown := replacements.why_not(replacements.MXFP4_KEYS)) is not None:
+            return f"does not fit: {unknown}; leave out indexer_kv_dtype"
+    return why_not_indexer(vllm_config, ("fp8", "mxfp4"))
 
 
-def why_not_indexer(vllm_config: "VllmConfig") -> str | None:
-    """Why a model's indexer is not one of scores of FP8 keys alone; None if it is."""
+def why_not_indexer(vllm_config: "VllmConfig", keys: tuple[str, ...] = ("fp8",)) -> str | None:
+    """Why a model's indexer is not one of scores of such keys alone; None if it is."""
     text_config = vllm_config.model_config.hf_text_config
     if getattr(text_config, "index_kpool", None):
         return "does not take pooled keys"
@@ -67,8 +75,8 @@ def why_not_indexer(vllm_config: "VllmConfig") -> str | None:
         return "does not keep to the blocks that an earlier layer picked"
     if (sizes := wrong_sizes(text_config)) is not None:
         return sizes
-    if vllm_config.attention_config.resolve_indexer_kv_dtype("fp8") != "fp8":
-        return "takes keys in FP8 alone; leave out indexer_kv_dtype"
+    if vllm_config.attention_config.resolve_indexer_kv_dtype("fp8") not in keys:
+        return f"takes keys in {' or '.join(keys)} alone; leave out indexer_kv_dtype"
     return None
 
 

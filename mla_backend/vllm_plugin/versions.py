@@ -9,6 +9,7 @@ The plugin was tried with the versions in `tried_versions.VLLM`:
 """
 
 import importlib
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -293,6 +294,36 @@ def rotate_queries_if_possible() -> None:
         return index_rotated, weights, rotated
 
     model.fused_q = replacements.instead_of(inherited, fused_q)
+
+
+def write_nvfp4_rows() -> None:
+    """Called by each layer with such rows: has our op write them in vLLM's model of DeepSeek-V3.2, whose own kernel has
+    an instruction of Blackwell's for that."""
+    from mla_backend.cache import cache_write
+
+    model = sys.modules.get(replacements.V32_ATTENTION)
+    if model is None or replacements.is_ours(model.fused_norm_rope):
+        return
+    inherited = model.fused_norm_rope
+    needed = {"slot_mapping", "mla_kv_cache", "mla_kv_cache_dtype", "kv_c_out", "k_pe_out"}
+    if not needed <= inspect.signature(inherited).parameters.keys():
+        raise ValueError(
+            f"{SPARSE}: fused_norm_rope of this vLLM has other arguments, so no nvfp4_ds_mla rows can be written. "
+            "Use --kv-cache-dtype fp8, or install vllm 0.32 or 0.33."
+        )
+    by_name = replacements.by_name(inherited)
+
+    def fused_norm_rope(*args: Any, **kwargs: Any) -> Any:
+        given = by_name(*args, **kwargs)
+        cache = given["mla_kv_cache"]
+        if cache is None or given["mla_kv_cache_dtype"] != "nvfp4_ds_mla":
+            return inherited(*args, **kwargs)
+        q = inherited(**given | {"mla_kv_cache": None, "mla_kv_cache_dtype": "auto"})
+        slots = given["slot_mapping"].flatten()
+        cache_write(given["kv_c_out"][: len(slots)], given["k_pe_out"][: len(slots)], cache, slots)
+        return q
+
+    model.fused_norm_rope = replacements.instead_of(inherited, fused_norm_rope)
 
 
 # --- the bases of the backend's classes -------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The indexer on a GPU: `select_tokens`, scores of a context's keys and their top-k in one op, versus vLLM's two steps.
 
-Those are DeepGEMM's scores and the top-k that vLLM picks. Queries are e4m3, keys FP8. The baseline takes requests of
-one size. What vLLM does besides is not timed: gathering keys out of pages in prefill, schedules, filling the result.
+Those are DeepGEMM's scores and the top-k that vLLM picks. Queries are e4m3, keys FP8 or MXFP4. The baseline takes FP8
+keys, and requests of one size. What vLLM does besides is not timed: gathering keys out of pages in prefill, schedules,
+filling the result.
 """
 
 import argparse
@@ -42,9 +43,9 @@ def new_inputs(case: kernels.Case, cache: Tensor, table: Tensor) -> Inputs:
     return queries, weights, cache, table.clamp(min=0), *of_tokens, out
 
 
-def new_cache(tokens: int) -> Tensor:
+def new_cache(tokens: int, keys: str = "fp8") -> Tensor:
     """Random keys in every slot."""
-    cache = torch.zeros(-(-tokens // BLOCK), BLOCK, KEY_FORMATS["fp8"].width, dtype=torch.uint8, device=kernels.DEVICE)
+    cache = torch.zeros(-(-tokens // BLOCK), BLOCK, KEY_FORMATS[keys].width, dtype=torch.uint8, device=kernels.DEVICE)
     for slots in torch.arange(tokens, device=cache.device).split(2**18):
         write_keys(torch.randn(len(slots), 128, device=cache.device), cache, slots)
     return cache
@@ -131,7 +132,8 @@ def measure(case: kernels.Case, cache: Tensor, loaded: set[str], rounds: int) ->
     sets = [new_inputs(case, cache, table) for table in tables]
     calls = [partial(mla_backend.select_tokens, *given, out=out) for *given, out in sets]
     ours = {"ours": timing.Candidate(calls, sets[-1][-1:], lambda: check(sets[-1]))}
-    theirs = {name: partial(two_steps, case, sets) for name in loaded if len({*batch.requests}) == 1}
+    comparable = case.format == "fp8" and len({*batch.requests}) == 1
+    theirs = {name: partial(two_steps, case, sets) for name in loaded if comparable}
     found = timing.measure(ours, theirs, rounds)
     moved = batch.cached * cache.shape[-1] + sum(sets[-1][i].nbytes for i in (0, 1, -1))
     return {"useful_flops": 2 * 128 * case.heads * int(batch.visible().sum()), "bytes": moved, **found}
@@ -140,6 +142,7 @@ def measure(case: kernels.Case, cache: Tensor, loaded: set[str], rounds: int) ->
 def add_options(parser: argparse.ArgumentParser) -> None:
     opt.add_list(parser, "--batches", RequestBatch.parse, "as those of `kernels`", BATCHES)
     opt.add_list(parser, "--heads", opt.whole(1, MAX_HEADS), "of the indexer", "64")
+    parser.add_argument("--keys", choices=("fp8", "mxfp4_68"), default="fp8", help="default: %(default)s")
     parser.add_argument("--topk", type=opt.count, default=2048, metavar="N", help="default: %(default)s")
     kernels.add_ends(parser, 21)
 
@@ -147,7 +150,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     opt.require_gpu()
     torch.manual_seed(0)
-    cases = [kernels.Case(one.spec, heads, options.topk, "fp8") for one in options.batches for heads in options.heads]
+    shapes = [(one.spec, heads, options.topk) for one in options.batches for heads in options.heads]
+    cases = [kernels.Case(*shape, options.keys) for shape in shapes]
     tokens = max(SMALLEST_CACHE, *(SETS * BLOCK * sum(batch.blocks(BLOCK)) for batch in options.batches))
     found = {"deepgemm": timing.version_of(DEEP_GEMM, "vllm")}
-    return kernels.measure_cases(options, "index", cases, partial(measure, cache=new_cache(tokens)), found)
+    measured = partial(measure, cache=new_cache(tokens, options.keys))
+    return kernels.measure_cases(options, "index", cases, measured, found)

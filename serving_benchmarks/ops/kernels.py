@@ -278,7 +278,7 @@ def time_problems(
         return timing.Candidate(calls, [last.out, lse], check, calls)
 
     ours = {"ours": candidate(plan := make_plan(device=DEVICE), "exact")}
-    if mla_backend.FORMATS[fmt].quantised and heads > SWAP_AB_HEADS:  # FP8 products have a kernel of their own
+    if mla_backend.FORMATS[fmt].fp8 and heads > SWAP_AB_HEADS:  # FP8 products have a kernel of their own
         ours["ours_fp8"] = candidate(make_plan(products="fp8", device=DEVICE), "fp8")
     ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
     make = partial(prepared_candidate, problems=problems, want=exact_out)

@@ -20,7 +20,7 @@ from serving_benchmarks.ops.peer_kernels import SparseProblem
 _FLASHINFER = {"flashinfer": peer_kernels.flashinfer}
 _BF16 = {"flashmla": peer_kernels.flashmla_prefill, **_FLASHINFER}
 PEERS = {"fp8_model1": {"flashmla": peer_kernels.flashmla_decode}, "bf16": _BF16, "bf16_512": _BF16}
-PEERS |= {"fp16": _FLASHINFER, "fp8_528": {}, "fp8_tensor_512": {}}
+PEERS |= {"fp16": _FLASHINFER, "fp8_528": {}, "fp8_tensor_512": {}, "nvfp4_352": {}}
 PEERS["fp8_tensor_576"] = {**_FLASHINFER, "q8kv8": peer_kernels.sglang_q8kv8}
 """What reads rows of each format on Hopper, by the names of candidates."""
 
@@ -59,6 +59,7 @@ def cases() -> list[Case]:
         add("one list", fmt, (8, 16, 64), (1, 32, 128), "q1s32k", 2048)
     for fmt in ("fp16", "fp8_528", "fp8_tensor_576", "fp8_tensor_512"):
         add("one list", fmt, (16, 64), (128,), "q1s32k", 2048)
+    add("one list", "nvfp4_352", (8, 16, 32, 64, 128), (1, 32, 128), "q1s32k", 2048)
     return found
 
 

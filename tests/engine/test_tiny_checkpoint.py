@@ -40,7 +40,7 @@ def share(model: Model, asked: list[task.Prompt], way: str) -> float:
     return sum(is_right(*pair) for pair in zip(asked, generated, strict=True)) / len(asked)
 
 
-@pytest.mark.parametrize("way", ["BF16 cache", "FP8 cache"])
+@pytest.mark.parametrize("way", ["BF16 cache", "FP8 cache", "FP4 rows"])
 def test_answers_are_right(way, asked):
     assert {prompt.kind for prompt in asked} == {kind.name for kind in task.KINDS}
     assert share(load_model(CHECKPOINT), asked, way) >= 0.99

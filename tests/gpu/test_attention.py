@@ -16,9 +16,10 @@ from problems import (
     BASIC_WAYS,
     CUDA_KERNEL,
     FORMATS,
+    FP8,
     MAGNITUDE,
     PARTNERS,
-    QUANTISED,
+    PARTS,
     WAYS,
     WITH_ROPE,
     all_bytes,
@@ -51,7 +52,7 @@ from tests.ops.test_torch_integration import test_a_layer_compiles_without_a_gra
 pytestmark = pytest.mark.gpu
 HEADS = [*range(1, 20), 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 256]
 PAIRS = [(fmt, extra, products) for fmt, products in WAYS for extra in PARTNERS[fmt]]
-PAIRS = [pair for pair in PAIRS if pair[2] == "exact" or pair[1] in QUANTISED]
+PAIRS = [pair for pair in PAIRS if pair[2] == "exact" or pair[1] in FP8]
 
 
 def formats_with(values, fewer):
@@ -309,7 +310,7 @@ def assert_nan_reaches_its_token_alone(problem, fmt, part, place, **options):
 
 @pytest.mark.parametrize(
     ("fmt", "products", "part"),
-    [(*way, part) for way in WAYS for part in ("latent", "scales", "rope") if part in reference.FORMATS[way[0]].parts],
+    [(*way, part) for way in WAYS for fmt, part in PARTS if fmt == way[0]],
 )
 @pytest.mark.parametrize("heads", [8, 32, 64, 100])
 def test_nan_in_a_named_row_reaches_its_tokens_alone(fmt, products, part, heads):
@@ -368,7 +369,7 @@ def test_a_cache_of_more_than_2_to_the_31_elements(fmt):
     small = random_cache(fmt, 5, 1)
     tokens = small[reference.token_address(rows, small, torch.arange(5))]
     cache[reference.token_address(rows, cache, picked.cuda())] = tokens.cuda()
-    for heads, products in ((2, "exact"), (64, "exact"), *((64, "fp8") for _ in range(form.quantised))):
+    for heads, products in ((2, "exact"), (64, "exact"), *((64, "fp8") for _ in range(form.fp8))):
         problem = random_problem(fmt, tokens=1, heads=heads, topk=5, products=products)
         got = problem.to("cuda").but(cache=cache, indices=picked.int().view(1, 5).cuda()).solve()
         problem.but(cache=small, indices=torch.arange(5, dtype=torch.int32).view(1, 5)).hold(got)
@@ -391,7 +392,7 @@ def test_small_case_of_everything(fmt, shape):
     problem.extra_indices = torch.randint(-2, 16, (tokens, 9), dtype=torch.int32)
     want, on_gpu = problem.oracle(), problem.to("cuda")
     check(problem)
-    if form.quantised:
+    if form.fp8:
         check(problem.but(extra_cache=None, extra_indices=None, products="fp8"))
     held = problem.but(
         indices=problem.indices.clamp(0, 8 * 16 - 1), topk_length=None, extra_cache=None, extra_indices=None

@@ -24,7 +24,8 @@ def on_gpu(x):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "power_of_two"), [("fp8_ds_mla", False), ("fp8_ds_mla", True), ("fp8_model1", False), ("fp8_528", False)]
+    ("fmt", "power_of_two"),
+    [("fp8_ds_mla", True), *((fmt, False) for fmt in ("fp8_ds_mla", "fp8_model1", "fp8_528", "nvfp4_352"))],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_groups_of_every_magnitude_have_the_bits_of_the_cpu(fmt, power_of_two, dtype):

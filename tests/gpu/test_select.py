@@ -66,9 +66,10 @@ def test_small_case(kind, heads):
         some.check_selection(50)
 
 
-def test_a_table_with_room_for_more_changes_nothing():
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4_68"])
+def test_a_table_with_room_for_more_changes_nothing(kind):
     """Its width sets how many tokens' scores the workspace holds at once."""
-    problem = random_problem("fp8", 70, 32, 9000, requests=3, dtype=torch.float8_e4m3fn)
+    problem = random_problem(kind, 70, 32, 9000, requests=3, dtype=torch.float8_e4m3fn)
     want = problem.select(512)
     for positions in (2**18, 2**20, MAX_POSITIONS):
         wide = torch.full((3, positions // 64), -1, dtype=torch.int32, device="cuda")
@@ -94,8 +95,9 @@ def test_a_workspace_follows_from_shapes_and_may_hold_anything():
             problem.select(500, workspace=torch.zeros(needed + 1, dtype=torch.uint8, device="cuda")[1:])
 
 
-def test_lengths_may_change_between_replays_and_nothing_waits():
-    problem = random_problem("fp8", 40, 64, 6000, requests=40, dtype=torch.float8_e4m3fn)
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4_68"])
+def test_lengths_may_change_between_replays_and_nothing_waits(kind):
+    problem = random_problem(kind, 40, 64, 6000, requests=40, dtype=torch.float8_e4m3fn)
     table = torch.randint(0, 99, (40, 100), dtype=torch.int32, device="cuda")
     out = torch.full((40, 512), 7, dtype=torch.int32, device="cuda")
     scores = torch.full((40, 512), 7.0, device="cuda")

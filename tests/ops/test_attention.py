@@ -13,8 +13,9 @@ from problems import (
     BASIC,
     BASIC_WAYS,
     FORMATS,
+    FP8,
     PARTNERS,
-    QUANTISED,
+    PARTS,
     WAYS,
     WITH_ROPE,
     apart,
@@ -90,10 +91,7 @@ def test_rows_that_no_index_names_may_hold_nan(device, cpu_kernel, fmt, products
     problem.poisoned().check(device=device)
 
 
-@pytest.mark.parametrize(
-    ("fmt", "part"),
-    [(f, part) for f in FORMATS for part in ("latent", "scales", "rope") if part in reference.FORMATS[f].parts],
-)
+@pytest.mark.parametrize(("fmt", "part"), PARTS)
 def test_named_nan_reaches_only_the_tokens_that_name_it(cpu_kernel, fmt, part):
     problem = random_problem(fmt, tokens=2, heads=3, topk=10)
     problem.indices[:] = torch.arange(20, dtype=torch.int32).view(2, 10)
@@ -104,7 +102,7 @@ def test_named_nan_reaches_only_the_tokens_that_name_it(cpu_kernel, fmt, part):
     assert not out[1].isnan().any() and not lse[1].isnan().any() and not largest[1].isnan().any()
 
 
-@pytest.mark.parametrize("fmt", QUANTISED)
+@pytest.mark.parametrize("fmt", FP8)
 @pytest.mark.parametrize("products", PRODUCTS)
 def test_every_e4m3_code_is_decoded_as_torch_decodes_it(device, cpu_kernel, fmt, shape, products):
     # One slot a token: the weight is 1, so out shows the row itself, and bf16 holds every e4m3 number.
@@ -193,7 +191,7 @@ def test_one_huge_value_in_rows_and_in_queries(device, cpu_kernel, fmt, products
     check_spread(problem, device, larger_scores=8.0)  # a small query that meets the huge value may be off by 2^-8
 
 
-@pytest.mark.parametrize("fmt", QUANTISED)
+@pytest.mark.parametrize("fmt", FP8)
 def test_the_model_of_fp8_products_errs_only_where_e4m3_rounds(fmt):
     problem, rows = random_problem(fmt, tokens=3, heads=40, topk=100, products="fp8"), reference.FORMATS[fmt]
     values = torch.randn(128, rows.latent), torch.randn(128, rows.rope), problem.cache, torch.arange(128)
@@ -277,7 +275,7 @@ def test_a_dimension_of_one_for_the_kv_head_is_accepted():
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("fmt", QUANTISED)
+@pytest.mark.parametrize("fmt", FP8)
 def test_an_fp8_cache_may_come_as_any_byte(fmt, dtype):
     problem = random_problem(fmt)
     assert torch.equal(problem.solve()[0], problem.but(cache=problem.cache.view(dtype)).solve()[0])

@@ -90,6 +90,40 @@ def test_scale_bytes_are_never_0_or_255_and_padding_is_0(fmt):
     assert "padding" not in parts or not parts["padding"].any()
 
 
+def nearest(x, values):
+    """Which of the values is nearest to each x, of two equally near ones that with the even number."""
+    even_first = torch.cat([torch.arange(0, len(values), 2), torch.arange(1, len(values), 2)])
+    apart = (x.double().unsqueeze(-1) - values.double()).abs()
+    return even_first[apart[..., even_first].argmin(-1)]
+
+
+def test_nvfp4_rows_are_those_of_vllm(device):
+    """Scales are e4m3(max(amax / 6, 2^-9)), and numbers rounded as cvt.rn.satfinite.e2m1x2.f32 does."""
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    e4m3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (e2m1[1:] + e2m1[:-1]) / 2
+    ties = torch.cat([ties, -ties, torch.tensor([6.0, -0.0])])
+    rows = torch.randn(64, 32, 16) * torch.exp2(torch.randint(-20, 20, (64, 32, 1)).float())
+    rows[:8] = ties * torch.exp2(torch.arange(-14, 18).float()).unsqueeze(1)  # scales below 2^-9 and above 448, too
+    rows[8] = ties * e4m3[20:52].unsqueeze(1)
+    rows[9] = 6 * (e4m3[16:48] + e4m3[17:49]).unsqueeze(1) / 2  # scales between two e4m3 numbers
+    rows[10], rows[11], rows[12], rows[13, :, 3] = 0.0, -0.0, 1e-40, -3e38
+    rows[14, ::2, 5], rows[14, 1::2, 5], rows[15, :, 7] = torch.inf, -torch.inf, torch.nan
+    rows[16:24] = rows[16:24].bfloat16()
+    amax = rows.nan_to_num(0.0, torch.inf, -torch.inf).abs().amax(-1)
+    scales = nearest((amax * (1 / 6)).clamp(2**-9, 448), e4m3)
+    scaled = rows * (1 / e4m3[scales]).unsqueeze(-1)
+    numbers = nearest(scaled.abs().nan_to_num(6.0).clamp(max=6), e2m1) + 8 * (scaled.signbit() & ~scaled.isnan())
+    rope = torch.randn(64, 64)
+    cache = mla_backend.FORMATS["nvfp4_352"].new_cache(4, 16, device)
+    mla_backend.cache_write(rows.flatten(1).to(device), rope.to(device), cache, torch.arange(64, device=device))
+    got = cache.view(64, 352).cpu()
+    numbers = numbers.flatten(1)
+    assert torch.equal(got[:, :256].int(), (numbers[:, ::2] + 16 * numbers[:, 1::2]).int())
+    assert torch.equal(got[:, 256:320], rope.to(torch.float8_e4m3fn).view(torch.uint8))
+    assert all(torch.equal(got[:, 320 + 8 * (s % 4) + s // 4].int(), scales[:, s].int()) for s in range(32))
+
+
 @pytest.mark.parametrize("source", [torch.float32, torch.float16])
 def test_numbers_of_fp16_rows(source):
     # to nearest, ties to even; too large is infinite; NaN is quiet, and one that is fp16 already keeps its bits
@@ -189,7 +223,7 @@ def test_gathered_rows_are_the_dequantised_ones(device, fmt, data):
     more = {"format": data.draw(st.sampled_from([None, fmt])), "scale": -0.37 if form.scale == "tensor" else 1.0}
     assert mla_backend.cache_gather(copy_with_gaps(cache, device), slots.to(device), out=out, **more) is out
     got, want = out.cpu(), reference.cache_gather(cache, slots, **more)
-    if device == "cuda" and form.quantised:  # there NaN times a scale is a NaN of either sign
+    if device == "cuda" and form.scale != "none":  # there NaN times a scale is a NaN of either sign
         nan = want.isnan()
         assert torch.equal(got.isnan(), nan)
         got, want = got.masked_fill(nan, 0), want.masked_fill(nan, 0)

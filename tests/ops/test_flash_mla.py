@@ -9,19 +9,26 @@ import mla_backend
 import mla_backend.flash_mla as flash_mla
 from dense_problems import random_dense
 from mla_backend import reference
-from problems import FORMATS, MAGNITUDE, SCALE, assert_accurate, copy_with_gaps, random_cache, scale_of, score_error
+from problems import (
+    FORMATS,
+    MAGNITUDE,
+    PARTNERS,
+    SCALE,
+    assert_accurate,
+    copy_with_gaps,
+    random_cache,
+    scale_of,
+    score_error,
+)
 
 
-def quantised(fmt):
-    return mla_backend.FORMATS[fmt].quantised
+def is_fp8(fmt):
+    return mla_backend.FORMATS[fmt].fp8
 
 
 def goes_with(fmt):
-    """Formats that a second cache may have."""
-    first = mla_backend.FORMATS[fmt]
-    alike = lambda f: (f.head_dim, f.number, f.scale == "tensor")  # noqa: E731
-    same_kind = [name for name, f in mla_backend.FORMATS.items() if alike(f) == alike(first)]
-    return [name for name in same_kind if quantised(name) == first.quantised]
+    """Formats that a second cache may have: the package says of both at once whether they are FP8."""
+    return [name for name in PARTNERS[fmt] if is_fp8(name) == is_fp8(fmt)]
 
 
 def request_tensors(fmt, b, s_q, h_q, topk, blocks=12, block_size=16):
@@ -59,7 +66,7 @@ def test_sparse_decode(data):
     b, s_q, h_q = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 8, 16, 64]))
     block_size = data.draw(st.sampled_from([1, 2, 16, 61, 64, 69]))
     q, cache, indices = request_tensors(fmt, b, s_q, h_q, data.draw(st.integers(0, 100)), 12, block_size)
-    as_given = cache.view(torch.float8_e4m3fn) if quantised(fmt) and data.draw(st.booleans()) else cache
+    as_given = cache.view(torch.float8_e4m3fn) if is_fp8(fmt) and data.draw(st.booleans()) else cache
     indices[0, 0] = -1
     topk = indices.shape[2]
     more = {}
@@ -82,7 +89,7 @@ def test_sparse_decode(data):
     want = oracle(q, cache, indices, topk_length=lengths, sink=sink, **second)
     meta, _ = flash_mla.get_mla_metadata()
     for _ in range(2):  # the second call reuses the plan
-        got = decode(q, as_given, indices, meta, softmax_scale=SCALE, is_fp8_kvcache=quantised(fmt), **more)
+        got = decode(q, as_given, indices, meta, softmax_scale=SCALE, is_fp8_kvcache=is_fp8(fmt), **more)
         assert_decode(got, want, b, s_q, magnitude=MAGNITUDE / scale_of(fmt))
 
 
@@ -93,12 +100,12 @@ def test_metadata_of_september_2025(device, fmt, s_q):
     q, cache, indices = request_tensors(fmt, b, s_q, h_q, topk)
     want, there = oracle(q, cache, indices), (q.to(device), copy_with_gaps(cache, device))
     seqlens = torch.full((b,), 192, dtype=torch.int32, device=device)
-    table, num_splits = flash_mla.get_mla_metadata(seqlens, s_q * h_q, 1, h_q, quantised(fmt), topk)
+    table, num_splits = flash_mla.get_mla_metadata(seqlens, s_q * h_q, 1, h_q, is_fp8(fmt), topk)
     assert table.dtype == num_splits.dtype == torch.int32
     assert table.shape[1] == 8 and num_splits.shape == (b + 1,)
     begins_inside = int(((table[:, 2] > 0) & (table[:, 1] > table[:, 0])).sum())
     assert num_splits[0] == 0 and num_splits[-1] == b * s_q + begins_inside
-    more = {"is_fp8_kvcache": quantised(fmt), "indices": indices.to(device)}
+    more = {"is_fp8_kvcache": is_fp8(fmt), "indices": indices.to(device)}
     got = flash_mla.flash_mla_with_kvcache(*there, None, seqlens, 512, table, num_splits, SCALE, **more)
     tolerance = {"magnitude": MAGNITUDE / scale_of(fmt), "score_error": score_error(cache, device)}
     assert_decode(got, want, b, s_q, **tolerance)
@@ -199,7 +206,7 @@ def test_attention_over_whole_sequences(device, fmt, heads, s_q, causal, old):
     h_q, h_kv = heads
     meta = flash_mla.get_mla_metadata(arguments[3], s_q * h_q // h_kv, h_kv) if old else flash_mla.get_mla_metadata()
     for _ in range(2):  # the second call reuses the plan
-        got = flash_mla.flash_mla_with_kvcache(*arguments, *meta, causal=causal, is_fp8_kvcache=quantised(fmt))
+        got = flash_mla.flash_mla_with_kvcache(*arguments, *meta, causal=causal, is_fp8_kvcache=is_fp8(fmt))
         assert got[0].dtype == arguments[0].dtype and got[1].shape == (4, h_q, s_q) and got[1].is_contiguous()
         assert_dense(got, problems)
 

@@ -55,9 +55,9 @@ def test_no_blocks_no_requests_no_tokens_and_no_positions_are_ordinary(device):
 def test_a_key_that_is_not_a_number_spoils_its_own_score_alone(cpu_kernel, kind):
     problem = random_index(kind, tokens=1, requests=1, positions=64, heads=20, block_size=16)
     problem.block_table[:], problem.requests[:], problem.lengths[:] = torch.arange(4), 0, 64
-    # all bits set is no number in either format, and both begin a block with the values of its tokens in their order
-    value_bytes = 1 if kind == "fp8" else 2
-    problem.cache.view(torch.uint8).view(len(problem.cache), -1)[1, 3 * 128 * value_bytes :][:2] = 0xFF
+    # all bits set is no number: of a value, with which a block begins, and of one of MXFP4's scales behind them
+    at = {"bf16": 3 * 256, "fp8": 3 * 128, "mxfp4_68": 16 * 64 + 3 * 4}[kind]
+    problem.cache.view(torch.uint8).view(len(problem.cache), -1)[1, at:][:2] = 0xFF
     scores = problem.solve()[0]
     assert scores[16 + 3].isnan() and scores.isnan().sum() == 1
 

@@ -14,7 +14,7 @@ import mla_backend
 from mla_backend import Launch, doctor, library
 from mla_backend.plan import PRODUCTS, choose_launch, most_ctas
 from plans import SPLIT_FOR_CLUSTERS, WHOLE_TOKENS, gpu, gpu_launch
-from problems import QUANTISED, WAYS, WITH_ROPE
+from problems import FP8, WAYS, WITH_ROPE
 
 ROOT = Path(__file__).parents[2]
 HEADS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256)
@@ -52,7 +52,7 @@ def test_a_launch_says_how_tokens_are_split(tokens, heads, slots, rows):
         assert launch.rounds == 0 and (not launch.splits or launch.ctas == tokens * launch.splits)
 
 
-@given(st.integers(1, 9000), st.integers(1, 256), st.integers(0, 3000), st.sampled_from(QUANTISED), st.booleans())
+@given(st.integers(1, 9000), st.integers(1, 256), st.integers(0, 3000), st.sampled_from(FP8), st.booleans())
 @example(4347, 24, 128, "fp8_tensor_576", False)  # which m64 serves
 def test_fp8_products_round_short_lists_of_many_heads_alone(tokens, heads, slots, fmt, batch_invariant):
     how = {"fmt": fmt, "batch_invariant": batch_invariant}

@@ -141,6 +141,21 @@ def test_drafts_of_any_number_get_what_each_token_gets_alone(device, kind):
             assert_equal(problem.only(torch.tensor([token], device=device)).select(512), own)
 
 
+def test_scales_of_mxfp4_keys_may_lie_any_distance_apart(device, cpu_kernel):
+    problem = random_index("mxfp4_68", 24, 40, 900, requests=2, dtype=E4M3, device=device)
+    values, scales = problem.cache.view(40, -1).split([64 * 64, 64 * 4], dim=1)
+    values, scales = values.view(40, 64, 4, 16), scales.view(40, 64, 4)
+    scales[:] = torch.randint(60, 160, scales.shape, device=device)
+    scales[::3] = torch.randint(113, 128, scales[::3].shape, device=device)  # one product takes these
+    scales[1::3, :, 1], values[1::3, :, 1] = 200, 0
+    scales[2, 5], scales[2, 7] = 0, torch.tensor([0, 20, 0, 0], device=device)
+    for some in problem, problem.of_prompts([20, 4]):
+        some.check()
+        some.check_selection(100)
+        few = some.only(torch.arange(3, device=device))  # and each has the bits that it has in a batch
+        assert_equal(few.select(100), tuple(x[:3] for x in some.select(100)))
+
+
 @pytest.mark.parametrize("dtype", QUERY_DTYPES)
 def test_contiguous_keys_give_the_bits_of_a_paged_cache(device, cpu_kernel, dtype):
     positions = 1000

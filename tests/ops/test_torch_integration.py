@@ -17,7 +17,7 @@ def calls():
     """Of every function, with and without its optional tensors."""
     yield from right.complete_calls()
     less = (right.attention, right.dense, right.write, right.gather, right.convert, right.stage, right.rotate)
-    less += (right.combine, right.keys, right.kvcache, right.prefill, right.forward, right.backward)
+    less += (right.combine, right.keys, right.mxfp4_keys, right.kvcache, right.prefill, right.forward, right.backward)
     yield from (call() for call in less)
     yield from (call(fmt) for call in (right.write, right.gather) for fmt in FORMATS)
     yield right.attention(q=lambda q: (q[..., :512], q[..., 512:]), plan=mla_backend.plan(2, 10))
@@ -61,7 +61,7 @@ def compiled(function):
 def test_attention_compiles_without_a_graph_break(fmt):
     p = random_problem(fmt, tokens=3, heads=5, topk=40, topk_length=torch.tensor([0, 7, 40], dtype=torch.int32))
 
-    more = {"cache_format": fmt, "products": "fp8" if mla_backend.FORMATS[fmt].quantised else "exact"}
+    more = {"cache_format": fmt, "products": "fp8" if mla_backend.FORMATS[fmt].fp8 else "exact"}
 
     def step(q, cache, indices, lengths):
         plan = mla_backend.plan(q.shape[0], indices.shape[1], topk_length=lengths, **more)

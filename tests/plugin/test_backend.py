@@ -94,7 +94,7 @@ def layer_of(backend, picked: Tensor, indexer: object = None, sinks: Tensor | No
     return layer
 
 
-def made_layer(backend, monkeypatch, **given):
+def made_layer(backend, monkeypatch, kv_cache_dtype="auto", **given):
     """A layer as vLLM makes it, on one device."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
@@ -102,7 +102,7 @@ def made_layer(backend, monkeypatch, **given):
     monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
     sizes = dict(q_lora_rank=24, kv_lora_rank=512, qk_nope_head_dim=16, qk_rope_head_dim=64, qk_head_dim=80)
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
-        first = HEADS, 576, SCALE, 1, None, None, "auto", None, "decoder", None
+        first = HEADS, 576, SCALE, 1, None, None, kv_cache_dtype, None, "decoder", None
         return backend.SparseMLALayer(*first, **sizes, v_head_dim=16, kv_b_proj=None, **given)
 
 
@@ -312,7 +312,7 @@ def test_a_model_without_rope_attends_to_what_the_indexer_picked(backend, fmt, p
 def test_a_builder_goes_by_its_layers_lists_and_cache(backend, monkeypatch):
     """GLM-5.3-Flash picks up to 2176 slots, not index_topk. Layers that are kept in bf16 have no rows to stage."""
     assert made_builder(backend, monkeypatch, topk=2176).buffers.topk == 2176
-    formats = {"fp8_ds_mla": "fp8_ds_mla", "auto": "bf16", "fp8": "fp8_tensor_512"}
+    formats = {"fp8_ds_mla": "fp8_ds_mla", "nvfp4_ds_mla": "nvfp4_352", "auto": "bf16", "fp8": "fp8_tensor_512"}
     for dtype, fmt in formats.items():
         room = made_builder(backend, monkeypatch, kv_cache_dtype=dtype).buffers
         assert room.cache_format == fmt and (room.staged_rows > 0) == (dtype == "fp8_ds_mla")

@@ -16,7 +16,7 @@ DTYPES = {"bf16": "auto", "bf16_512": "auto", "fp8_tensor_576": "fp8", "fp8_tens
     ("kind", "fmt", "rope"),
     [
         *(("sparse", "bf16", 64), ("sparse", "fp8_ds_mla", 64), ("sparse", "bf16_512", 0), ("sparse", "fp8_ds_mla", 0)),
-        ("sparse", "fp8_tensor_512", 0),
+        *(("sparse", "fp8_tensor_512", 0), ("sparse", "nvfp4_352", 64)),
         *(("dense", "bf16", 64), ("dense", "fp8_tensor_576", 64)),
     ],
 )

@@ -58,21 +58,31 @@ def test_tensor_parallelism_gives_them_too(checkpoint, prompts, monkeypatch):
         assert_follows(checkpoint, prompts, tokens(generate(llm, prompts)))
 
 
-def test_whole_prompts_over_an_fp8_cache_give_the_embedded_engines_probabilities(tmp_path, prompts):
+@pytest.mark.parametrize(
+    ("given", "meant", "latent", "tolerance", "asked", "keys"),
+    [
+        ("fp8", "fp8_ds_mla", "fp8_ds_mla", 0.05, "auto", "fp8"),
+        ("fp8", "fp8_ds_mla", "fp8_ds_mla", 0.05, "mxfp4", "mxfp4_68"),
+        ("nvfp4_ds_mla", "nvfp4_ds_mla", "nvfp4_352", 0.2, "auto", "fp8"),
+    ],
+)
+def test_whole_prompts_over_a_quantised_cache_give_the_embedded_engines_probabilities(
+    tmp_path, prompts, given, meant, latent, tolerance, asked, keys
+):
     """Without chunks and without a prefix cache."""
     folder = make_checkpoint("deepseek_v32_smooth", tmp_path)
-    options = dict(kv_cache_dtype="fp8", enable_chunked_prefill=False, enable_prefix_caching=False)
-    options["max_num_batched_tokens"] = 256
+    options = dict(kv_cache_dtype=given, enable_chunked_prefill=False, enable_prefix_caching=False)
+    options |= dict(max_num_batched_tokens=256, attention_config={"indexer_kv_dtype": asked})
     with running(folder, **options) as llm:
-        assert llm.llm_engine.vllm_config.cache_config.cache_dtype == "fp8_ds_mla"
+        assert llm.llm_engine.vllm_config.cache_config.cache_dtype == meant
         outputs = generate(llm, prompts, logprobs=0)
     got = tokens(outputs)
-    assert_follows(folder, prompts, got, "fp8_ds_mla", tolerance=0.05)
-    for output, row, logits in zip(outputs, got, logits_of(folder, prompts, got, "fp8_ds_mla"), strict=True):
+    assert_follows(folder, prompts, got, latent, tolerance, keys)
+    for output, row, logits in zip(outputs, got, logits_of(folder, prompts, got, latent, keys), strict=True):
         steps = zip(output.outputs[0].logprobs, row, strict=True)
         ours = torch.tensor([step[token].logprob for step, token in steps])
         exact = logits.log_softmax(dim=-1).gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)
-        assert (ours - exact).abs().max() < 0.05
+        assert (ours - exact).abs().max() < tolerance
 
 
 @pytest.mark.parametrize(

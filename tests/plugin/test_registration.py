@@ -141,7 +141,14 @@ def llama(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "format_"), [("auto", "auto"), ("bfloat16", "auto"), ("fp8", "fp8_ds_mla"), ("fp8_ds_mla", "fp8_ds_mla")]
+    ("given", "format_"),
+    [
+        ("auto", "auto"),
+        ("bfloat16", "auto"),
+        ("fp8", "fp8_ds_mla"),
+        ("fp8_ds_mla", "fp8_ds_mla"),
+        ("nvfp4_ds_mla", "nvfp4_ds_mla"),
+    ],
 )
 def test_kv_cache_dtypes_mean_what_they_say(sparse, given, format_):
     more = {"additional_config": {"mla_products": "fp8"}} if format_ == "fp8_ds_mla" else {}
@@ -226,6 +233,8 @@ def test_models_whose_cached_rows_have_no_rope_are_served(sparse, tmp_path, give
     config = config_of(folder, kv_cache_dtype=given, attention_backend="SPARSE_MLA")
     assert config.attention_config.backend.name == "SPARSE_MLA" and config.cache_config.cache_dtype == given
     assert config.model_config.get_head_size() == 512
+    with pytest.raises(ValueError, match="--kv-cache-dtype must be one of .*; got nvfp4_ds_mla"):
+        config_of(folder, kv_cache_dtype="nvfp4_ds_mla", attention_backend="SPARSE_MLA")
 
 
 def test_models_without_this_attention_are_refused_by_name(sparse, tmp_path):

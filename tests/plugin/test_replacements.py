@@ -1,6 +1,7 @@
 """What the plugin replaces inside vLLM: only functions that it knows, and it says so where it doesn't."""
 
 import importlib
+import inspect
 import sys
 from types import SimpleNamespace
 
@@ -8,10 +9,10 @@ import pytest
 import torch
 
 import vllm_installed  # noqa: F401
-from mla_backend import reference
+from mla_backend import FORMATS, reference
 from mla_backend.vllm_plugin import config as plugin_config
 from mla_backend.vllm_plugin import models, register, replacements, versions
-from mla_backend.vllm_plugin.replacements import CONFIG, CPU_INDEXER, ROTATE, SELECT, SHARE, SPLIT, V4, V41
+from mla_backend.vllm_plugin.replacements import CONFIG, CPU_INDEXER, MXFP4_KEYS, ROTATE, SELECT, SHARE, SPLIT, V4, V41
 from tests.ops.test_rotate_queries import random_queries
 from tests.plugin.test_backend import made_on_a_gpu
 
@@ -62,6 +63,29 @@ def test_before_blackwell_vllms_model_rotates_queries_with_our_op(backend, monke
         assert all(a is b for a, b in zip(kept, (*arguments, True, False, how), strict=True))
 
 
+def test_nvfp4_rows_are_written_by_our_op_in_vllms_model(backend, monkeypatch):
+    """vLLM's kernel needs sm_100 for that. It still computes what is written, and the rest."""
+    theirs, names = (
+        [],
+        "q_c, slot_mapping=None, mla_kv_cache=None, mla_kv_cache_dtype='auto', kv_c_out=None, k_pe_out=None",
+    )
+    function = function_of(names)
+    model = SimpleNamespace(fused_norm_rope=lambda *a, **k: theirs.append(function(*a, **k)) or theirs[-1])
+    model.fused_norm_rope.__signature__ = inspect.signature(function)
+    monkeypatch.setitem(sys.modules, replacements.V32_ATTENTION, model)
+    monkeypatch.setattr(versions, "rotate_queries_if_possible", lambda: None)
+    for _ in range(2):  # layers
+        made_on_a_gpu(backend, monkeypatch, kv_cache_dtype="nvfp4_ds_mla")
+    latent, rope, slots = torch.randn(5, 512).bfloat16(), torch.randn(5, 64).bfloat16(), torch.tensor([3, -1, 17])
+    cache, want = (FORMATS["nvfp4_352"].new_cache(2, 16) for _ in range(2))
+    out = dict(kv_c_out=latent, k_pe_out=rope)
+    model.fused_norm_rope(1, slot_mapping=slots, mla_kv_cache=cache, mla_kv_cache_dtype="nvfp4_ds_mla", **out)
+    reference.cache_write(latent[:3], rope[:3], want, slots)
+    assert torch.equal(cache, want) and theirs == [[1, slots, None, "auto", latent, rope]]
+    model.fused_norm_rope(1, slots, want, "fp8_ds_mla", **out)
+    assert torch.equal(cache, want) and theirs[1][2:4] == [want, "fp8_ds_mla"], "other rows stay vLLM's"
+
+
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_all_fit_the_vllm_that_is_installed_whether_it_is_read_or_imported(on_cpu, monkeypatch):
     for module in {where.partition(":")[0] for each in replacements.ALL for where in each.functions}:
@@ -69,7 +93,7 @@ def test_all_fit_the_vllm_that_is_installed_whether_it_is_read_or_imported(on_cp
         if not on_cpu:
             monkeypatch.delitem(sys.modules, module)
     unused = {each["name"]: each["why"] for each in replacements.report(on_cpu, True) if not each["in_use"]}
-    others = [ROTATE, SPLIT, V4, V41, SELECT, SHARE] if on_cpu else [ROTATE, SELECT, SHARE, CPU_INDEXER]
+    others = [ROTATE, SELECT, SHARE, MXFP4_KEYS, *([SPLIT, V4, V41] if on_cpu else [CPU_INDEXER])]
     assert {*unused} == {each.name for each in others} and not any(map(replacements.why_not, replacements.ALL))
     assert on_cpu or "Blackwell" in unused["rotate_queries"]
 

@@ -11,7 +11,7 @@ import vllm_installed  # noqa: F401
 from index_problems import random_index
 from mla_backend import reference
 from mla_backend.vllm_plugin import config as plugin_config
-from mla_backend.vllm_plugin import gpu_indexer, selection
+from mla_backend.vllm_plugin import gpu_indexer, mxfp4_keys, selection
 from vllm_models import common_metadata, config_with
 
 TOPK, KEYS = 16, "layers.0.indexer.k_cache"
@@ -75,9 +75,12 @@ def test_later_drafts_see_what_earlier_ones_wrote_where_a_graph_looks():
     assert torch.equal(metadata.lengths, problem.lengths + 1) and metadata.lengths.data_ptr() == where
 
 
-def config_of(asked=None, keys="fp8", worker=selection.WORKERS[0], ranks=1, **dims):
+def config_of(
+    asked=None, keys="fp8", worker=selection.WORKERS[0], ranks=1, architectures=("DeepseekV32ForCausalLM",), **dims
+):
     text = SimpleNamespace(**dict(index_head_dim=128, index_n_heads=64, index_topk=2048) | dims)
-    given = dict(attention=dict(resolve_indexer_kv_dtype=lambda default: keys), model=dict(hf_text_config=text))
+    given = dict(attention=dict(resolve_indexer_kv_dtype=lambda default: keys))
+    given |= dict(model=dict(hf_text_config=text, architectures=architectures))
     given |= dict(parallel=dict(decode_context_parallel_size=ranks, worker_cls=worker))
     config = config_with(**given)
     config.additional_config = {} if asked is None else {selection.OPTION: asked}
@@ -85,7 +88,8 @@ def config_of(asked=None, keys="fp8", worker=selection.WORKERS[0], ranks=1, **di
 
 
 def test_it_is_on_where_it_is_asked_for_or_there_is_no_deep_gemm_and_it_can_be(monkeypatch):
-    impossible = [dict(ranks=2), dict(worker="another.Worker"), dict(keys="mxfp4"), dict(index_kpool=4)]
+    impossible = [dict(ranks=2), dict(worker="another.Worker"), dict(keys="nvfp4"), dict(index_kpool=4)]
+    impossible.append(dict(keys="mxfp4", architectures=["DeepseekV4ForCausalLM"]))
     impossible += [dict([d]) for d in (("index_head_dim", 64), ("index_n_heads", 129), ("index_topk", 8192))]
     impossible.append(dict(candidate_source_layer_id=3))
     for has_deep_gemm in (True, False):
@@ -93,11 +97,32 @@ def test_it_is_on_where_it_is_asked_for_or_there_is_no_deep_gemm_and_it_can_be(m
         assert selection.is_on(config_of()) == (not has_deep_gemm)
         assert not any(selection.is_on(config_of(**given)) for given in impossible)
         assert selection.is_on(config_of(True)) and not selection.is_on(config_of(False))
+        assert selection.is_on(config_of(keys="mxfp4")), "vLLM can't"
     refuse = lambda *asked, **given: plugin_config._selection("SPARSE_MLA", config_of(*asked, **given), False)  # noqa: E731
     assert all("vLLM's own indexer selects" in refuse(True, **given) for given in impossible)
     assert refuse() is refuse(True) is refuse(False, ranks=2) is None and "must be true or false" in refuse("yes")
     monkeypatch.setattr("vllm.models.deepseek_v32.attention.sparse_attn_indexer", lambda hidden_states, fresh: None)
     assert "has other arguments (fresh new" in refuse(True)
+
+
+def test_keys_are_written_in_mxfp4_where_vllm_would_write_them_in_fp8():
+    def theirs(index_k, slot_mapping=None, indexer_slot_mapping=None, indexer_k_cache=None, index_k_out=None):
+        seen.append(indexer_k_cache)
+        if index_k_out is not None:
+            index_k_out.copy_(2 * index_k)
+        return "q"
+
+    seen, model = [], SimpleNamespace(fused_norm_rope=theirs)
+    mxfp4_keys.write_in(model)
+    keys, slots = torch.randn(5, 192).bfloat16()[:, :128], torch.tensor([7, -1, 0, 3])  # one of padding
+    old, new, want = (torch.zeros(2, 4, width, dtype=torch.uint8) for width in (132, 68, 68))
+    for cache in None, old, new:
+        assert model.fused_norm_rope(keys, torch.full((4,), 5), slots, cache) == "q"
+    assert seen[0] is None and seen[1] is old and seen[2] is None
+    mla_backend.write_keys(2 * keys[:4], want, slots)
+    assert torch.equal(new, want)
+    gpu_indexer.insert(2 * keys, new.zero_(), slots, 128, "ue8m0")
+    assert torch.equal(new, want)
 
 
 @pytest.mark.gpu

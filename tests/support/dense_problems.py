@@ -107,6 +107,6 @@ def dense_problems(draw, formats=tuple(mla_backend.FORMATS), max_rows=160, max_l
     if lengths and draw(st.booleans()):  # a sequence that claims to be longer than its page table
         problem.lengths[0] = draw(st.sampled_from([table.shape[1] * block_size + 5, 2**31 - 1]))
         table[0] = torch.randint(0, problem.cache.shape[0], (table.shape[1],))
-    if mla_backend.FORMATS[fmt].quantised:
+    if mla_backend.FORMATS[fmt].fp8:
         problem.products = draw(st.sampled_from(["exact", "fp8"]))
     return problem.poisoned()

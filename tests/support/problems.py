@@ -13,10 +13,17 @@ from mla_backend import library, reference
 FORMATS = tuple(mla_backend.FORMATS)
 BASIC = ("bf16", "fp8_ds_mla")
 """One for each way to multiply: plain rows, which other formats become too, and fp8 rows with fp32 scales."""
-QUANTISED = tuple(name for name, fmt in mla_backend.FORMATS.items() if fmt.quantised)
-WAYS = (*((fmt, "exact") for fmt in FORMATS), *((fmt, "fp8") for fmt in QUANTISED))
+FP8 = tuple(name for name, fmt in mla_backend.FORMATS.items() if fmt.fp8)
+WAYS = (*((fmt, "exact") for fmt in FORMATS), *((fmt, "fp8") for fmt in FP8))
 """Formats and the products that they may have."""
 BASIC_WAYS = tuple((fmt, products) for fmt, products in WAYS if fmt in BASIC)
+PARTS = tuple(
+    (fmt, part)
+    for fmt in FORMATS
+    for part in reference.FORMATS[fmt].parts
+    if part != "padding" and (fmt, part) != ("nvfp4_352", "latent")
+)
+"""Formats and what may be NaN of their rows: e2m1 has none."""
 WITH_ROPE = tuple(name for name, fmt in mla_backend.FORMATS.items() if fmt.head_dim == 576)
 """Formats whose queries are of 576 dims, 64 of them the rope's own."""
 PARTNERS = {name: BASIC if name in BASIC else (name,) for name in FORMATS}
@@ -227,11 +234,11 @@ def problems(draw, max_tokens=4, max_heads=128, max_topk=300, formats=FORMATS):
     if draw(st.booleans()):
         extra_fmt = draw(st.sampled_from(PARTNERS[fmt]))
         extra = random_problem(extra_fmt, tokens, heads, draw(st.integers(0, 100)), **draw(pages()))
-        fmt = fmt if extra_fmt in QUANTISED else extra_fmt
+        fmt = fmt if extra_fmt in FP8 else extra_fmt
         problem.extra_cache, problem.extra_indices = extra.cache, extra.indices
         if draw(st.booleans()):
             problem.extra_topk_length = torch.randint(0, extra.indices.shape[1] + 1, (tokens,), dtype=torch.int32)
-    if fmt in QUANTISED:
+    if fmt in FP8:
         problem.products = draw(st.sampled_from(["exact", "fp8"]))
     return problem.poisoned()
 

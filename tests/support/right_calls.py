@@ -97,6 +97,10 @@ def combine(outs=None, lses=None, **more):
     )
 
 
+def mxfp4_keys(**changes):
+    return keys(zeros(1, 2, 68, dtype=torch.uint8), **changes)
+
+
 def keys(cache=None, **changes):
     cache = zeros(1, 2, 132, dtype=torch.uint8) if cache is None else cache
     arguments = {"keys": torch.zeros(2, 128), "cache": cache, "slots": torch.arange(2)}

@@ -139,7 +139,9 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def logits_of(folder: Path, prompts: list[list[int]], continued: list[list[int]], latent: str = "bf16") -> list[Tensor]:
+def logits_of(
+    folder: Path, prompts: list[list[int]], continued: list[list[int]], latent: str = "bf16", keys: str = "fp8"
+) -> list[Tensor]:
     """`[N, vocabulary]` of each prompt: what the embedded engine's model, in fp32, takes these N tokens from."""
     import engine_models
     from mla_backend import engine
@@ -147,14 +149,14 @@ def logits_of(folder: Path, prompts: list[list[int]], continued: list[list[int]]
     torch.manual_seed(0)
     model = engine.load_model(folder, dtype=torch.float32)
     with engine_models.one_thread():
-        made = engine_models.Engine(model, latent, "fp8", blocks=512)
+        made = engine_models.Engine(model, latent, keys, blocks=512)
         requests = made.generate(prompts, len(continued[0]), forced=continued)
     return [request.logits for request in requests]
 
 
-def assert_follows(folder: Path, prompts, got, latent: str = "bf16", tolerance: float = 0.02) -> None:
+def assert_follows(folder: Path, prompts, got, latent="bf16", tolerance: float = 0.02, keys="fp8") -> None:
     """Each token is the one that the embedded engine's model takes at its position, or as likely but for rounding."""
-    for logits, row in zip(logits_of(folder, prompts, got, latent), got, strict=True):
+    for logits, row in zip(logits_of(folder, prompts, got, latent, keys), got, strict=True):
         behind = logits.max(dim=1).values - logits.gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)
         assert behind.max() < tolerance, f"a token is {behind.max():.3f} less likely than the likeliest"
 

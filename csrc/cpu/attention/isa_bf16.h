@@ -49,7 +49,12 @@ struct Bf16Isa {
         _mm512_store_si512(words + at / 4, _mm512_loadu_si512(row + at));
       return;
     }
-    widen_e4m3_to_bf16(row, kFormat.latent, words);
+    if constexpr (kFormat.scale == Scale::e4m3)  // exact
+      for (int d = 0; d < kFormat.latent; d += 2)
+        words[d / 2] =
+            float_bits(nvfp4_value(row, scales, d)) >> 16 | (float_bits(nvfp4_value(row, scales, d + 1)) & 0xffff0000u);
+    else
+      widen_e4m3_to_bf16(row, kFormat.latent, words);
     if constexpr (kFormat.scale == Scale::ue8m0)
       for (int d = 0; d < kFormat.latent; d += 32)
         scale_words(ue8m0_to_float(scales[d / kFormat.group]), words + d / 2);

@@ -41,6 +41,8 @@ struct Isa {
         const float scale = ue8m0_to_float(scales[d / kFormat.group]);
         for (int i = d; i < d + kFormat.group; i += kLanes) store_words(widen<kFormat.code>(row, i) * scale, words + i);
       }
+    } else if constexpr (kFormat.scale == Scale::e4m3) {
+      for (int d = 0; d < kFormat.latent; ++d) words[d] = float_bits(nvfp4_value(row, scales, d));
     } else {
       for (int d = 0; d < kFormat.latent; d += kLanes) store_words(widen<kFormat.code>(row, d), words + d);
     }

@@ -208,6 +208,8 @@ inline ConvertRows converter(const CacheFormat& format) {
       return format.scales_at == ScalesAt::in_row ? convert_rows<kFp8_528> : convert_rows<kFp8Model1>;
     case Scale::tensor:
       return format.rope > 0 ? convert_rows<kFp8Tensor576> : convert_rows<kFp8Tensor512>;
+    case Scale::e4m3:
+      return convert_rows<kNvfp4>;
     case Scale::power:
     case Scale::none:
       break;

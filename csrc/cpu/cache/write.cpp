@@ -25,9 +25,15 @@ uint16_t bits_as(Code code, Bf16 x) { return code == Code::bf16 ? x.bits : float
 uint16_t bits_as(Code code, F16 x) { return code == Code::f16 ? x.bits : float_to_bf16(widen(x)); }
 uint16_t bits_as(Code code, float x) { return code == Code::f16 ? float_to_f16(x) : float_to_bf16(x); }
 
-// `scale` is what e4m3 numbers are divided by.
+// `scale` is what e4m3 numbers are divided by, and e2m1 numbers multiplied with.
 template <typename Number>
 void store(Code code, const Number* from, int count, float scale, uint8_t* to) {
+  if (code == Code::e2m1) {
+    for (int i = 0; i < count; i += 2)
+      to[i / 2] =
+          static_cast<uint8_t>(float_to_e2m1(widen(from[i]) * scale) | float_to_e2m1(widen(from[i + 1]) * scale) << 4);
+    return;
+  }
   if (code == Code::e4m3) {
     for (int i = 0; i < count; ++i) to[i] = float_to_e4m3(widen(from[i]) / scale);
     return;
@@ -45,6 +51,12 @@ void quantise_groups(const CacheFormat& format, bool power_of_two, const Number*
     const Number* values = latent + group * format.group;
     float amax = 0.0f;
     for (int i = 0; i < format.group; ++i) amax = std::fmax(amax, std::fabs(widen(values[i])));  // leaves NaN out
+    if (format.scale == Scale::e4m3) {
+      const uint8_t scale = nvfp4_group_scale(amax);
+      scales[nvfp4_scale(group)] = scale;
+      store(format.code, values, format.group, 1.0f / e4m3_to_float(scale), row + group * format.group / 2);
+      continue;
+    }
     const float scale = group_scale(amax, power_of_two || format.scale == Scale::ue8m0);
     store(format.code, values, format.group, scale, row + group * format.group);
     if (format.scale == Scale::ue8m0)

@@ -24,6 +24,11 @@ inline Floats widen_bf16(const uint8_t* from) {
   return (Floats)(__builtin_convertvector(bits, Ints) << 16);
 }
 
+// A latent value of an nvfp4_352 row.
+inline float nvfp4_value(const uint8_t* row, const uint8_t* scales, int dim) {
+  return e2m1_to_float(row[dim / 2] >> dim % 2 * 4) * e4m3_to_float(scales[nvfp4_scale(dim / kNvfp4.group)]);
+}
+
 // See f16_to_float in mla/number.h.
 inline Floats widen_f16(const uint8_t* from) {
   const Ints bits = __builtin_convertvector(*reinterpret_cast<const ShortsUnaligned*>(from), Ints);

@@ -52,6 +52,30 @@ struct Fp32Arithmetic {
 template <typename Arithmetic>
 constexpr int kWords = kIndexDim / Arithmetic::kPack;
 
+constexpr float kMxUnit = 4.0f;  // MXFP4 keys are divided by it, or the largest would be infinite
+
+// The e2m1 numbers in the low four bits of each lane, times twice the scale.
+inline Ints e2m1_times(Ints number, float scale) {
+  const Ints magnitude = number & 7;
+  const Ints twice = magnitude < 4 ? magnitude : (magnitude < 6 ? 2 * magnitude - 4 : 4 * magnitude - 16);
+  return (Ints)(__builtin_convertvector(twice, Floats) * scale) | ((number & 8) << 28);
+}
+
+// MXFP4 values and their scales as words: bf16 holds every such number, too.
+template <typename Arithmetic>
+inline void widen_mxfp4(const uint8_t* from, const uint8_t* scales, uint32_t* words) {
+  for (int i = 0; i < kIndexDim / 2; i += kLanes) {
+    const float scale = ue8m0_to_float(scales[i / (kMxGroup / 2)]) * (0.5f / kMxUnit);
+    const Ints pairs = __builtin_convertvector(*reinterpret_cast<const BytesUnaligned*>(from + i), Ints);
+    const Ints low = e2m1_times(pairs, scale), high = e2m1_times(pairs >> 4, scale);
+    for (int lane = 0; lane < kLanes; ++lane)
+      if constexpr (Arithmetic::kPack == 1)
+        words[2 * (i + lane)] = low[lane], words[2 * (i + lane) + 1] = high[lane];
+      else
+        words[i + lane] = static_cast<uint32_t>(low[lane]) >> 16 | (static_cast<uint32_t>(high[lane]) & 0xffff0000u);
+  }
+}
+
 inline int vectors_of(const IndexProblem& p) { return (p.heads + kLanes - 1) / kLanes; }
 
 template <typename Arithmetic, typename Number>
@@ -74,11 +98,11 @@ inline void load_queries(const IndexProblem& p, const ScoreRange& s, Workspace& 
 }
 
 // Keys [begin, begin + count) of a request, as words. A position without a key keeps what was there.
-template <typename Arithmetic, bool kQuantised>
+template <typename Arithmetic, KeyNumber kNumber>
 inline void load_keys(const IndexProblem& p, int64_t request, int begin, int count, Workspace& w) {
   const bool listed = request >= 0 && request < p.requests;
   const int32_t* table = p.block_table + (listed ? request * p.table_stride : 0);
-  constexpr int kKeyBytes = kQuantised ? kIndexDim : 2 * kIndexDim;
+  constexpr int kKeyBytes = key_value_bytes(kNumber);
   int64_t entry = begin / p.cache.block_size, offset = begin % p.cache.block_size;
   for (int t = 0; t < count; ++t, ++offset) {
     if (offset == p.cache.block_size) ++entry, offset = 0;
@@ -86,9 +110,17 @@ inline void load_keys(const IndexProblem& p, int64_t request, int begin, int cou
     w.has_key[t] = block >= 0 && block < p.cache.blocks;
     if (!w.has_key[t]) continue;
     const uint8_t* data = p.cache.data + block * p.cache.block_stride;
-    Arithmetic::template widen_key<kQuantised>(data + offset * kKeyBytes, w.keys + t * kWords<Arithmetic>);
-    w.scale[t] = 1.0f;
-    if (kQuantised) __builtin_memcpy(&w.scale[t], data + p.cache.block_size * kKeyBytes + offset * 4, 4);
+    const uint8_t* values = data + offset * kKeyBytes;
+    const uint8_t* scales = data + p.cache.block_size * kKeyBytes + offset * kKeyScaleBytes;
+    uint32_t* words = w.keys + t * kWords<Arithmetic>;
+    if constexpr (kNumber == KeyNumber::mxfp4) {
+      widen_mxfp4<Arithmetic>(values, scales, words);
+      w.scale[t] = kMxUnit;
+    } else {
+      Arithmetic::template widen_key<kNumber == KeyNumber::e4m3>(values, words);
+      w.scale[t] = 1.0f;
+      if (kNumber == KeyNumber::e4m3) __builtin_memcpy(&w.scale[t], scales, 4);
+    }
   }
 }
 
@@ -170,10 +202,16 @@ inline void score_with(const IndexProblem& p, const ScoreRange& s, Workspace& w)
   for (int begin = s.begin; begin < s.end; begin += kTile) {
     const int count = s.end - begin < kTile ? s.end - begin : kTile;
     const int64_t request = p.request[s.token];
-    if (p.cache.quantised)
-      load_keys<Arithmetic, true>(p, request, begin, count, w);
-    else
-      load_keys<Arithmetic, false>(p, request, begin, count, w);
+    switch (p.cache.number) {
+      case KeyNumber::bf16:
+        load_keys<Arithmetic, KeyNumber::bf16>(p, request, begin, count, w);
+        break;
+      case KeyNumber::e4m3:
+        load_keys<Arithmetic, KeyNumber::e4m3>(p, request, begin, count, w);
+        break;
+      case KeyNumber::mxfp4:
+        load_keys<Arithmetic, KeyNumber::mxfp4>(p, request, begin, count, w);
+    }
     for (int t = 0; t < s.tokens; ++t) {
       const int64_t seen = int64_t{p.length[s.token + t]} - begin;
       float* scores = s.scores + t * s.score_token + (begin - s.begin);

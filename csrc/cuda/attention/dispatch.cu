@@ -95,8 +95,8 @@ Launch fitted(const AttentionProblem& p, Launch launch) {
   const Launch portable{Kernel::portable, kPortableHeads, launch.splits, 1, launch.rounds, launch.ctas};
   if (!gpu.hopper || !suits_hopper_kernels(p)) return portable;
   if (p.tile == TileType::staged_576) launch.kernel = Kernel::m64, launch.heads_per_cta = 64;
-  const bool scaled = p.tile == TileType::scaled_576;
-  if (launch.kernel == Kernel::swap_ab && launch.heads_per_cta == 32 && !scaled) launch.heads_per_cta = 16;
+  if (launch.kernel == Kernel::swap_ab && launch.heads_per_cta == 32 && !has_swap_ab_32(p.lists[0].cache.format))
+    launch.heads_per_cta = 16;
   const int heads = launch.heads_per_cta;
   const bool swap_ab = launch.kernel == Kernel::swap_ab && (heads == 8 || heads == 16 || heads == 32);
   const bool m64 = (launch.kernel == Kernel::m64 || launch.kernel == Kernel::m64_fp8) && heads == 64;
@@ -129,7 +129,11 @@ Gpu describe_current_gpu() { return describe_gpu(current_device()); }
 
 void attention(const AttentionProblem& given_problem, const Launch& given, void* stream) {
   const Launch launch = fitted(given_problem, given);
-  const AttentionProblem p = in_units(given_problem);
+  AttentionProblem p = in_units(given_problem);
+  if (p.lists[0].cache.format.code == Code::e2m1) {  // what rows are divided by
+    if (launch.kernel == Kernel::swap_ab) p.value_scale *= kNvfp4Lift;
+    if (launch.kernel == Kernel::m64) p.scale *= kNvfp4Factor, p.value_scale *= kNvfp4Factor;
+  }
   try {
 #ifdef MLA_CUDA_SM90A
     if (launch.kernel == Kernel::swap_ab) return swap_ab_attention(p, launch, stream);

@@ -70,7 +70,15 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
         load_bytes<sizeof(rope), kAligned>(from + lane * sizeof(rope), rope);
       }
     }
-    if constexpr (kRows.quantised()) {
+    if constexpr (kRows.code == Code::e2m1) {
+      const float scale = e4m3_to_float(p.cache.scales(slot)[nvfp4_scale(lane)]);
+#pragma unroll
+      for (int i = 0; i < kLaneValues / 2; ++i) {
+        const uint32_t two = row[lane * (kLaneValues / 2) + i];
+        latent[i] = float_to_bf16(e2m1_to_float(two) * scale) |
+                    static_cast<uint32_t>(float_to_bf16(e2m1_to_float(two >> 4) * scale)) << 16;
+      }
+    } else if constexpr (kRows.quantised()) {
       if (has_latent) {
         alignas(16) uint32_t fp8[kLaneValues / 4];
         load_bytes<sizeof(fp8), kAligned>(row + lane * sizeof(fp8), fp8);

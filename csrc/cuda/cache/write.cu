@@ -108,7 +108,20 @@ __global__ void __launch_bounds__(kThreads, kMinCtas<Number, kAligned>)
   if (!p.cache.holds(slot)) return;
   uint8_t* row = p.cache.row(slot);
 
-  if constexpr (kRows.quantised()) {
+  if constexpr (kRows.code == Code::e2m1) {
+    static_assert(kRows.group == kValues);
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) amax = fmaxf(amax, fabsf(as_float(latent[0][i])));  // leaves NaN out
+    const uint8_t scale = nvfp4_group_scale(amax);
+    const float inverse = __frcp_rn(e4m3_to_float(scale));
+    uint32_t words[kValues / 8] = {};
+#pragma unroll
+    for (int i = 0; i < kValues; ++i)
+      words[i / 8] |= float_to_e2m1(__fmul_rn(as_float(latent[0][i]), inverse)) << i % 8 * 4;
+    store_bytes<sizeof(words), kAligned>(words, row + lane * sizeof(words));
+    p.cache.scales(slot)[nvfp4_scale(lane)] = scale;
+  } else if constexpr (kRows.quantised()) {
     const Number(&values)[kValues] = latent[0];
     constexpr int kGroupLanes = kRows.group > 0 ? kRows.group / kValues : 32;
     float scale = p.scale;

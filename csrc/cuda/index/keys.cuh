@@ -4,10 +4,11 @@
 // ring in shared memory, and nobody but this lane reads that: no barrier is needed until the copies of the lane itself
 // have arrived. The part is just what the lane holds of the factor, in the order of dims that `sum_position` says.
 //
-// e4m3 becomes f16 without its scale, which is exact. bf16 becomes f16 divided by a power of two for each key, so that
-// its largest number is 2^14 to 2^15: what is above 2^-31 of that is exact. Score times scale, or times the power of
-// two, is what the key itself would have got, as relu(s x) is s relu(x) where s is positive; where a scale is negative,
-// the key's values change their signs.
+// e4m3 becomes f16 without its scale, which is exact. MXFP4 becomes f16 divided by its largest scale and times 2^13:
+// exact where a scale is no less than 2^-36 of that one. bf16 becomes f16 divided by a power of two for each key, so
+// that its largest number is 2^14 to 2^15: what is above 2^-31 of that is exact. Score times scale, or times the power
+// of two, is what the key itself would have got, as relu(s x) is s relu(x) where s is positive; where a scale is
+// negative, the key's values change their signs.
 #pragma once
 
 #include <cstdint>
@@ -28,24 +29,25 @@ struct Strip {
   float factor[kSides];  // of key lane / 4 of each side
 };
 
-template <bool kFp8>
+template <KeyNumber kKeys>
 struct KeyRing {
-  static constexpr int kPieces = kFp8 ? 2 : 4;  // of 16 bytes, a lane's part of a key
-  static constexpr int kStages = kFp8 ? 4 : 2;
+  static constexpr bool kScales = kKeys != KeyNumber::bf16;
+  static constexpr int kPieces = key_value_bytes(kKeys) / 64;  // of 16 bytes, a lane's part of a key
+  static constexpr int kStages = kScales ? 4 : 2;
 
   struct Stage {
-    uint4 pieces[kSides][kPieces][32];  // by lane
-    float scale[kFp8 ? kSides : 1][32];
+    uint4 pieces[kSides][kPieces][32];      // by lane
+    float scale[kScales ? kSides : 1][32];  // MXFP4: four bytes
   };
   Stage stages[kStages];
 };
 
 // A warp's way through strips of one request that are kUnit keys apart. A strip is named by its first key's position,
 // without a sign, as it may lie behind the last strip. kAligned: blocks are, to 16 bytes.
-template <bool kFp8, bool kAligned>
+template <KeyNumber kKeys, bool kAligned>
 struct KeyReader {
-  using Ring = KeyRing<kFp8>;
-  static constexpr int kTokenBytes = kFp8 ? kIndexDim : 2 * kIndexDim;
+  using Ring = KeyRing<kKeys>;
+  static constexpr int kTokenBytes = key_value_bytes(kKeys);
 
   const Problem& p;
   Ring& ring;
@@ -89,7 +91,7 @@ struct KeyReader {
 #pragma unroll
         for (int i = 0; i < Ring::kPieces; ++i)
           copy_16_or_zero(cast_smem_ptr_to_uint(&to.pieces[side][i][lane]), from + 64 * i, there);
-        if constexpr (kFp8) copy_4_or_zero(cast_smem_ptr_to_uint(&to.scale[side][lane]), scale, there);
+        if constexpr (Ring::kScales) copy_4_or_zero(cast_smem_ptr_to_uint(&to.scale[side][lane]), scale, there);
       } else {
 #pragma unroll 1
         for (int i = 0; i < Ring::kPieces; ++i) {
@@ -97,7 +99,7 @@ struct KeyReader {
           if (there) load_bytes<16, false>(from + 64 * i, &piece);
           to.pieces[side][i][lane] = piece;
         }
-        if constexpr (kFp8) {
+        if constexpr (Ring::kScales) {
           uint32_t bits = 0;
           for (int i = 0; i < 4 && there; ++i) bits |= uint32_t{scale[i]} << 8 * i;
           to.scale[side][lane] = bits_float(bits);
@@ -135,7 +137,7 @@ struct KeyReader {
 #pragma unroll
     for (int side = 0; side < kSides; ++side) {
       float factor;
-      if constexpr (kFp8) {
+      if constexpr (kKeys == KeyNumber::e4m3) {
         const float scale = from.scale[side][lane];
         const uint32_t signs = scale < 0.0f ? 0x80808080u : 0;
 #pragma unroll
@@ -150,6 +152,23 @@ struct KeyReader {
           }
         }
         factor = fabsf(scale);
+      } else if constexpr (kKeys == KeyNumber::mxfp4) {
+        const uint4 piece = from.pieces[side][0][lane];
+        const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
+        const uint32_t own = float_bits(from.scale[side][lane]) >> lane % 4 * 8 & 255;
+        const bool zeros = !((piece.x | piece.y | piece.z | piece.w) & 0x77777777u) && own != kMxNan;
+        uint32_t largest = zeros ? 0 : own;
+        largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+        const int power = 127 + 13 + static_cast<int>(min(own, largest)) - static_cast<int>(largest);
+        const float multiplier = bits_float(max(power, 1) << 23);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            keys.b[side][4 * i + j] = pack_f16(e2m1_to_float(words[i] >> 8 * j) * multiplier,
+                                               e2m1_to_float(words[i] >> (8 * j + 4)) * multiplier);
+        factor = ue8m0_to_float(largest) * 0x1p-13f;
       } else {
 #pragma unroll
         for (int i = 0; i < Ring::kPieces; ++i) {

@@ -37,16 +37,17 @@ struct Balance {
 
 // The position in the sum of four neighbouring dims, 4 * `four` and so on: the first two are here, the others 8
 // further.
-template <bool kFp8>
+template <KeyNumber kKeys>
 __device__ __forceinline__ int sum_position(int four) {
-  constexpr int kPieceSteps = kFp8 ? 4 : 2;  // a lane's piece of a key serves so many steps, a lane has every fourth
+  // a lane's piece of a key serves so many steps, a lane has every fourth
+  constexpr int kPieceSteps = 16 / (key_value_bytes(kKeys) / (kIndexDim / 4));
   const int step = four / (4 * kPieceSteps) * kPieceSteps + four % kPieceSteps, owner = four / kPieceSteps % 4;
   return 16 * step + 2 * owner;
 }
 
 // One warp stores kRows heads, from `head` on and so far apart, of a token to shared memory; beyond the last head they
 // are zeros. `weights` gets each head's weight, times what its queries were divided by.
-template <bool kFp8, int kRows>
+template <KeyNumber kKeys, int kRows>
 __device__ __forceinline__ void stage_queries(const Problem& p, int64_t token, int head, int apart, QueryRow* rows,
                                               float* weights) {
   const int lane = threadIdx.x % 32;
@@ -112,7 +113,7 @@ __device__ __forceinline__ void stage_queries(const Problem& p, int64_t token, i
     for (int j = 0; j < 4; ++j) largest = max(largest, float_bits(numbers[i][j]) & 0x7fffffffu);
     const Balance balance(__reduce_max_sync(~0u, largest) >> 23);
     const float m = balance.multiplier;
-    uint16_t* to = rows[i * apart].numbers + sum_position<kFp8>(lane);
+    uint16_t* to = rows[i * apart].numbers + sum_position<kKeys>(lane);
     *reinterpret_cast<uint32_t*>(to) = pack_f16(numbers[i][0] * m, numbers[i][1] * m);
     *reinterpret_cast<uint32_t*>(to + 8) = pack_f16(numbers[i][2] * m, numbers[i][3] * m);
     if (lane == 0) weights[i * apart] = weight[i] * balance.factor;

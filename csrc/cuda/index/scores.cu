@@ -16,18 +16,18 @@ struct Variant {
   int shared_bytes;
 };
 
-template <bool kFp8, int kTokenTiles, int kPasses, bool kAligned = true>
+template <KeyNumber kKeys, int kTokenTiles, int kPasses, bool kAligned = true>
 Variant variant() {
-  using Shared = index::Shared<kFp8, kPasses>;
+  using Shared = index::Shared<kKeys, kPasses>;
   static_assert(sizeof(Shared) <= 99 * 1024, "what sm_89 and sm_120 let a block have");
-  return {index::scores_kernel<kFp8, kTokenTiles, kPasses, kAligned>, sizeof(Shared)};
+  return {index::scores_kernel<kKeys, kTokenTiles, kPasses, kAligned>, sizeof(Shared)};
 }
 
-template <bool kFp8>
+template <KeyNumber kKeys>
 Variant choose(int heads, bool aligned = true) {
-  if (!aligned) return variant<kFp8, 4, 2, false>();  // slow, for any number of heads
-  if (heads <= 32) return variant<kFp8, 2, 1>();
-  return heads <= 64 ? variant<kFp8, 4, 1>() : variant<kFp8, 4, 2>();
+  if (!aligned) return variant<kKeys, 4, 2, false>();  // slow, for any number of heads
+  if (heads <= 32) return variant<kKeys, 2, 1>();
+  return heads <= 64 ? variant<kKeys, 4, 1>() : variant<kKeys, 4, 2>();
 }
 
 }  // namespace
@@ -40,7 +40,9 @@ void index_scores(const IndexScoresProblem& p, int32_t unscored, void* stream) {
   const int64_t blocks = std::min(most, p.tokens * index::units_of(p.positions));
   // scales stand a multiple of 128 bytes behind a block's begin
   const bool aligned = aligned16(p.cache.data, p.cache.block_stride);
-  const Variant chosen = p.cache.quantised ? choose<true>(p.heads, aligned) : choose<false>(p.heads, aligned);
+  const Variant chosen = p.cache.number == KeyNumber::e4m3    ? choose<KeyNumber::e4m3>(p.heads, aligned)
+                         : p.cache.number == KeyNumber::mxfp4 ? choose<KeyNumber::mxfp4>(p.heads, aligned)
+                                                              : choose<KeyNumber::bf16>(p.heads, aligned);
   launch(chosen.kernel, blocks, index::kThreads, chosen.shared_bytes, stream, "index_scores", Problem(p, unscored));
 }
 
@@ -49,14 +51,18 @@ MLA_KERNELS {
     return KernelEntry{name, reinterpret_cast<const void*>(v.kernel), index::kThreads, v.shared_bytes};
   };
   static const KernelEntry entries[] = {
-      entry("index_scores fp8, up to 32 heads", choose<true>(32)),
-      entry("index_scores fp8, up to 64 heads", choose<true>(64)),
-      entry("index_scores fp8, more heads", choose<true>(128)),
-      entry("index_scores fp8, unaligned", choose<true>(128, false)),
-      entry("index_scores bf16, up to 32 heads", choose<false>(32)),
-      entry("index_scores bf16, up to 64 heads", choose<false>(64)),
-      entry("index_scores bf16, more heads", choose<false>(128)),
-      entry("index_scores bf16, unaligned", choose<false>(128, false)),
+      entry("index_scores fp8, up to 32 heads", choose<KeyNumber::e4m3>(32)),
+      entry("index_scores fp8, up to 64 heads", choose<KeyNumber::e4m3>(64)),
+      entry("index_scores fp8, more heads", choose<KeyNumber::e4m3>(128)),
+      entry("index_scores fp8, unaligned", choose<KeyNumber::e4m3>(128, false)),
+      entry("index_scores mxfp4, up to 32 heads", choose<KeyNumber::mxfp4>(32)),
+      entry("index_scores mxfp4, up to 64 heads", choose<KeyNumber::mxfp4>(64)),
+      entry("index_scores mxfp4, more heads", choose<KeyNumber::mxfp4>(128)),
+      entry("index_scores mxfp4, unaligned", choose<KeyNumber::mxfp4>(128, false)),
+      entry("index_scores bf16, up to 32 heads", choose<KeyNumber::bf16>(32)),
+      entry("index_scores bf16, up to 64 heads", choose<KeyNumber::bf16>(64)),
+      entry("index_scores bf16, more heads", choose<KeyNumber::bf16>(128)),
+      entry("index_scores bf16, unaligned", choose<KeyNumber::bf16>(128, false)),
   };
   return {entries, sizeof(entries) / sizeof(entries[0])};
 }

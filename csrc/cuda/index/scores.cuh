@@ -30,7 +30,7 @@ __device__ __forceinline__ void mma_f16(float (&sum)[4], const uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-template <bool kFp8, int kPasses>
+template <KeyNumber kKeys, int kPasses>
 struct Shared {
   static constexpr int kRows = 16 * kRowTiles * kPasses;
   using PerWarp = uint4[kSides][kSteps / 2][32];
@@ -40,19 +40,19 @@ struct Shared {
   };
   float weight[kRows];
   float factor[2][kUnit];
-  KeyRing<kFp8> ring[kWarps];
+  KeyRing<kKeys> ring[kWarps];
   SharedShare share;
 };
 
 // kTokenTiles: tiles of 16 heads that a token has in one pass. kPasses: how often, 1 or 2.
-template <bool kFp8, int kTokenTiles, int kPasses, bool kAligned>
+template <KeyNumber kKeys, int kTokenTiles, int kPasses, bool kAligned>
 struct Scorer {
   static constexpr int kWarpTokens = kRowTiles / kTokenTiles;  // of a warp, where keys are shared
   static constexpr int kGroup = kPasses > 1 ? 1 : kWarps * kWarpTokens;
   static constexpr int kTokenRows = 16 * kTokenTiles * kPasses;
 
   const Problem& p;
-  Shared<kFp8, kPasses>& s;
+  Shared<kKeys, kPasses>& s;
   int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 
   // The rows that a warp multiplies with.
@@ -128,13 +128,13 @@ struct Scorer {
   __device__ void score_token(int64_t token, int32_t begin, int32_t end) {
     const uint32_t length = p.length_of(token), first = begin * uint32_t{kUnit} + warp * kStrip;
     const uint32_t stop = min(end * uint32_t{kUnit}, length);
-    KeyReader<kFp8, kAligned> reader(p, s.ring[warp], p.request[token], stop);
+    KeyReader<kKeys, kAligned> reader(p, s.ring[warp], p.request[token], stop);
     reader.begin(first, stop);
 
     __syncthreads();  // all are finished with the queries or keys before
 #pragma unroll 1
     for (int row = 0; row < kTokenRows; row += 8 * kWarps)
-      stage_queries<kFp8, 8>(p, token, row + warp, kWarps, s.queries + row + warp, s.weight + row + warp);
+      stage_queries<kKeys, 8>(p, token, row + warp, kWarps, s.queries + row + warp, s.weight + row + warp);
     __syncthreads();
 
     Rows rows;
@@ -152,7 +152,7 @@ struct Scorer {
     for (uint32_t strip = first; strip < stop; strip += kUnit) {
       Strip keys;
       reader.next(strip, stop, stage, keys);
-      stage = (stage + 1) % KeyRing<kFp8>::kStages;
+      stage = (stage + 1) % KeyRing<kKeys>::kStages;
       Sums sums[1] = {};
 #pragma unroll 1
       for (int pass = 0; pass < kPasses; ++pass) {
@@ -180,7 +180,7 @@ struct Scorer {
       longest = max(longest, length[i]);
     }
     const uint32_t own = warp * kStrip, stop = min(end * uint32_t{kUnit}, static_cast<uint32_t>(group.longest));
-    KeyReader<kFp8, kAligned> reader(p, s.ring[warp], p.request[group.first], stop);
+    KeyReader<kKeys, kAligned> reader(p, s.ring[warp], p.request[group.first], stop);
     reader.begin(begin * uint32_t{kUnit} + own, stop);
 
     __syncthreads();  // all are finished with the queries or keys before
@@ -191,8 +191,8 @@ struct Scorer {
       const int64_t token = min(first_token + tile / kTokenTiles, p.tokens - 1);  // one too many is not stored
 #pragma unroll 1
       for (int row = 0; row < 16; row += 8)
-        stage_queries<kFp8, 8>(p, token, tile % kTokenTiles * 16 + row, 1, s.queries + staged + row,
-                               s.weight + staged + row);
+        stage_queries<kKeys, 8>(p, token, tile % kTokenTiles * 16 + row, 1, s.queries + staged + row,
+                                s.weight + staged + row);
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i)  // registers have no index
@@ -207,7 +207,7 @@ struct Scorer {
       {
         Strip keys;
         reader.next(unit * uint32_t{kUnit} + own, stop, stage, keys);
-        stage = (stage + 1) % KeyRing<kFp8>::kStages;
+        stage = (stage + 1) % KeyRing<kKeys>::kStages;
 #pragma unroll
         for (int side = 0; side < kSides; ++side) {
           const uint32_t (&b)[2 * kSteps] = keys.b[side];
@@ -276,10 +276,10 @@ struct Scorer {
   }
 };
 
-template <bool kFp8, int kTokenTiles, int kPasses, bool kAligned>
+template <KeyNumber kKeys, int kTokenTiles, int kPasses, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) scores_kernel(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) uint8_t memory[];
-  Scorer<kFp8, kTokenTiles, kPasses, kAligned>{p, *reinterpret_cast<Shared<kFp8, kPasses>*>(memory)}.run();
+  Scorer<kKeys, kTokenTiles, kPasses, kAligned>{p, *reinterpret_cast<Shared<kKeys, kPasses>*>(memory)}.run();
 }
 
 }  // namespace mla::cuda::index

@@ -11,14 +11,47 @@ namespace mla {
 
 constexpr int kIndexDim = 128;
 
-// The paged keys of an indexer: in a block first the values of all its tokens, then, if quantised, an fp32 scale a
-// token.
+// How keys are stored: bf16; e4m3 with an fp32 scale a key; or MXFP4, e2m1 with a power of two (ue8m0) for each 32.
+enum class KeyNumber : int32_t { bf16, e4m3, mxfp4 };
+
+constexpr int kMxGroup = 32;       // values with one scale; a key's four scales are four bytes
+constexpr int kKeyScaleBytes = 4;  // of a quantised key
+constexpr uint32_t kMxNan = 255;   // the scale that is no number; another one s is 2^(s - 127)
+
+MLA_HOST_DEVICE constexpr int key_value_bytes(KeyNumber number) {
+  return number == KeyNumber::bf16 ? 2 * kIndexDim : number == KeyNumber::e4m3 ? kIndexDim : kIndexDim / 2;
+}
+
+// The paged keys of an indexer: in a block first the values of all its tokens, then, if quantised, their scales.
 struct KeyCacheView {
   const uint8_t* data;
   int64_t blocks;
   int64_t block_size;
   int64_t block_stride;  // bytes
-  bool quantised;        // e4m3 and scales; else bf16
+  KeyNumber number;
+};
+
+// Keys that become MXFP4. One whose slot is in no block is left out.
+struct WriteKeysProblem {
+  int64_t tokens;
+  const void* keys;  // [tokens, 128]
+  bool fp32;         // else bf16
+  int64_t key_token;
+  const int64_t* slot;  // [tokens]
+  uint8_t* data;        // of the cache
+  KeyCacheView cache;
+
+  MLA_HOST_DEVICE float at(int64_t token, int dim) const { return number_at(keys, fp32, token * key_token + dim); }
+  // A token's values, and its scales; null if it has no slot.
+  MLA_HOST_DEVICE uint8_t* values_of(int64_t token) const {
+    const int64_t own = slot[token], block = own / cache.block_size;
+    if (own < 0 || block >= cache.blocks) return nullptr;
+    return data + block * cache.block_stride + own % cache.block_size * (kIndexDim / 2);
+  }
+  MLA_HOST_DEVICE uint8_t* scales_of(int64_t token) const {
+    const int64_t block = slot[token] / cache.block_size, offset = slot[token] % cache.block_size;
+    return data + block * cache.block_stride + cache.block_size * (kIndexDim / 2) + offset * kKeyScaleBytes;
+  }
 };
 
 // What a query's numbers are.

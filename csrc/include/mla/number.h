@@ -95,6 +95,27 @@ MLA_HOST_DEVICE uint8_t float_to_e4m3(float x) {
   return static_cast<uint8_t>(sign | ((rounded >> 20) - (120u << 3)));
 }
 
+// e2m1: 0, 1/2, 1, 3/2, 2, 3, 4 and 6, with a sign, in the lower four bits.
+MLA_HOST_DEVICE float e2m1_to_float(uint32_t number) {
+  const uint32_t exponent = number >> 1 & 3u, mantissa = number & 1u;
+  const auto half = static_cast<float>(exponent ? (2u + mantissa) << (exponent - 1) : mantissa);
+  return bits_float(float_bits(half * 0.5f) | (number & 8u) << 28);
+}
+
+// Round to nearest, ties to even, saturating at +-6, as NaN becomes 6: what Blackwell's instruction does.
+MLA_HOST_DEVICE uint32_t float_to_e2m1(float x) {
+  const float size = bits_float(float_bits(x) & 0x7fffffffu);
+  const uint32_t sign = x == x ? float_bits(x) >> 28 & 8u : 0u;
+  return sign | (!(size <= 0.25f) + !(size < 0.75f) + !(size <= 1.25f) + !(size < 1.75f) + !(size <= 2.5f) +
+                 !(size < 3.5f) + !(size <= 5.0f));
+}
+
+// The scale of a group of e2m1 numbers whose largest magnitude is `amax` (NaN left out).
+MLA_HOST_DEVICE uint8_t nvfp4_group_scale(float amax) {
+  const float quotient = amax * (1.0f / 6.0f);
+  return float_to_e4m3(quotient > 0.001953125f ? quotient : 0.001953125f);  // 2^-9, the smallest
+}
+
 // A byte that is a power of two: 2^(byte - 127), and NaN for 255.
 MLA_HOST_DEVICE float ue8m0_to_float(uint8_t byte) {
   if (byte == 0xffu) return bits_float(0x7fc00000u);
@@ -137,8 +158,22 @@ MLA_HOST_DEVICE int excess_power(float largest_scale) {
   return (above >= kLowestPower && above <= kHighestPower) || nothing ? 0 : above - kUsualPower;
 }
 
+// m64 divides nvfp4_352 rows by this: the factor that makes bf16 of e2m1 bits, 2^126, times a scale of up
+// to 448, is then a bf16 number.
+constexpr float kNvfp4Factor = 256.0f;
+// swap_ab divides them by this: e4m3's exponents are larger than those of the same bits of e2m1.
+constexpr float kNvfp4Lift = 64.0f;
+
 // 2^power for powers from -126 to 127.
 MLA_HOST_DEVICE float two_to(int power) { return bits_float(static_cast<uint32_t>(127 + power) << 23); }
+
+// The ue8m0 scale of a group of e2m1 numbers whose largest magnitude is `amax` (NaN left out): the power of two from
+// amax / 6 on. An infinite amax counts as the largest finite number.
+MLA_HOST_DEVICE uint8_t mxfp4_group_scale(float amax) {
+  const float quotient = (amax > kFloatMax ? kFloatMax : amax) * (1.0f / 6.0f);
+  const uint32_t bits = float_bits(quotient > kFloatMinNormal ? quotient : kFloatMinNormal);
+  return static_cast<uint8_t>((bits + 0x7fffffu) >> 23);
+}
 
 // One over a power of two from 2^-126 to 2^126.
 MLA_HOST_DEVICE float inverse_of_power(float power) { return bits_float((254u << 23) - float_bits(power)); }

@@ -25,7 +25,7 @@ struct CacheView {
   }
   // A slot's scales: in its row, or with those of its page behind the page's rows.
   MLA_HOST_DEVICE uint8_t* scales(int64_t slot) const {
-    if (format.scales_at == ScalesAt::in_row) return row(slot) + format.scale_offset();
+    if (format.scales_at != ScalesAt::end_of_page) return row(slot) + format.scale_offset();
     return data + slot / block_size * block_stride + block_size * row_stride + slot % block_size * format.scale_bytes();
   }
 };

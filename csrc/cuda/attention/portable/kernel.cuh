@@ -78,8 +78,8 @@ struct Cta {
     }
   }
 
-  // Gathers e4m3 rows with scales that are powers of two, or with a scale per tensor (the caller's, not applied here).
-  // A lane takes eight numbers of a row, then eight more.
+  // Gathers e4m3 rows with scales that are powers of two, or with a scale per tensor (the caller's, not applied here),
+  // and e2m1 rows. A lane takes eight numbers of a row, then eight more.
   __device__ void gather_with_powers(const CacheFormat& format) const {
     for (int t = warp; t < kTile; t += kWarps) {
       const uint8_t *row = s.row[t], *scales = s.scales[t];
@@ -88,10 +88,17 @@ struct Cta {
         const bool latent = dim < format.latent;
         if (row && !latent && format.rope_code != Code::e4m3) {
           memcpy(pairs, row + format.rope_offset() + 2 * (dim - format.latent), sizeof(pairs));
+        } else if (row && latent && format.code == Code::e2m1) {
+          const float scale = e4m3_to_float(scales[nvfp4_scale(dim / format.group)]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t two = row[dim / 2 + i];
+            pairs[i] = pack_bf16(e2m1_to_float(two) * scale, e2m1_to_float(two >> 4) * scale);
+          }
         } else if (row) {
           uint32_t bytes[2];
           memcpy(bytes, row + (latent ? dim : format.rope_offset() + dim - format.latent), sizeof(bytes));
-          const float scale = format.group ? ue8m0_to_float(scales[dim / format.group]) : 1.0f;
+          const float scale = latent && format.group ? ue8m0_to_float(scales[dim / format.group]) : 1.0f;
 #pragma unroll
           for (int w = 0; w < 2; ++w) {
             uint32_t exact[2];

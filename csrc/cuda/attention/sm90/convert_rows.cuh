@@ -10,13 +10,12 @@
 
 #include "cuda/attention/sm90/copy_rows.cuh"
 #include "cuda/attention/sm90/cursor.cuh"
+#include "cuda/attention/sm90/nvfp4_rows.cuh"
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/pairs.cuh"
 
 namespace mla::cuda::sm90 {
-
-constexpr int kConvertedArrivals = kWarpArrivals * RowCopier::kWarps;  // at a converted tile's barrier
 
 template <Rows kRows, bool kPaged>
 struct RowConverter {
@@ -166,13 +165,15 @@ struct RowConverter {
   }
 };
 
-// Eight warps produce a CTA's tiles. `begin_token(token, tile)` is called after a token's first tile, which is the
-// CTA's tile number `tile`.
-template <Rows kRows, bool kPaged, int kStages, typename BeginToken>
+// Eight warps produce a CTA's tiles. `begin_token(token)` is called after a token's first tile, if that is the CTA's
+// tile kFirstQueries or a later one.
+template <Rows kRows, bool kPaged, int kFirstQueries, int kStages, typename BeginToken>
 __device__ __forceinline__ void produce_converted(const CtaWork& cta, uint8_t (&tiles)[kStages][tile_bytes_of(kRows)],
                                                   uint8_t (&valid)[kStages][kTileTokens], Barrier (&full)[kStages],
                                                   Barrier (&empty)[kStages], int warp, int lane, const EarlySlot& early,
                                                   BeginToken begin_token) {
+  if constexpr (kRows == Rows::nvfp4_352)
+    return produce_nvfp4<kPaged, kFirstQueries>(cta, tiles, valid, full, empty, warp, lane, early, begin_token);
   constexpr int kAhead = kStages - 1;  // tiles in flight
   RowConverter<kRows, kPaged> rows(cta, warp, lane, early);
   uint32_t lists = 0;  // a bit per stage: its tile's list
@@ -195,7 +196,7 @@ __device__ __forceinline__ void produce_converted(const CtaWork& cta, uint8_t (&
       wait_for_copies<kAhead - 1>();
       rows.convert(tiles[stage], lists >> stage & 1);
       arrive_as_warp(full[stage]);
-      if (tile == begin) begin_token(token, tile);
+      if (tile == begin && tile >= kFirstQueries) begin_token(token);
       copy(tile + kAhead);
     }
   }

@@ -30,6 +30,7 @@ enum class Rows {
   bf16,
   fp16,
   fp8_tensor_576,  // converted to bf16 on load in m64; swap_ab multiplies fp8
+  nvfp4_352,       // converted to bf16 on load in m64; swap_ab multiplies f16, converted in registers
   any_512,         // all rows of 512 dims, in any mixture; fp8 is converted to bf16 on load
 };
 
@@ -43,7 +44,9 @@ enum class Form { sparse, sparse_max_logits, dense };
 MLA_HOST_DEVICE constexpr bool is_scaled(Rows rows) { return rows == Rows::fp8_ds_mla; }
 // Whether tiles of m64 hold f16 numbers, with a power of two per row.
 MLA_HOST_DEVICE constexpr bool has_powers(Rows rows) { return is_scaled(rows) || rows == Rows::staged; }
-MLA_HOST_DEVICE constexpr bool is_converted(Rows rows) { return rows == Rows::fp8_tensor_576 || rows == Rows::any_512; }
+MLA_HOST_DEVICE constexpr bool is_converted(Rows rows) {
+  return rows == Rows::fp8_tensor_576 || rows == Rows::nvfp4_352 || rows == Rows::any_512;
+}
 // Whether m64 writes the partial results of split tokens as CompactRows. Not for rows with powers: the extra
 // code makes tokens that are not split 1 to 4 % slower. Not for fp8_tensor_576: its scale may have any magnitude. So
 // may that of fp8_tensor_512, whose partial results lose precision below 2^-114.
@@ -64,8 +67,10 @@ inline Rows rows_of(const AttentionProblem& p) {
     case TileType::bf16_512:
       return Rows::any_512;
     default:
-      return p.lists[0].cache.format.quantised() ? Rows::fp8_tensor_576 : Rows::bf16;
+      break;
   }
+  const Code code = p.lists[0].cache.format.code;
+  return code == Code::e2m1 ? Rows::nvfp4_352 : code == Code::e4m3 ? Rows::fp8_tensor_576 : Rows::bf16;
 }
 
 // Calls use(rows, form) with the problem's form as a compile-time constant.
@@ -92,6 +97,8 @@ void with_kernel_of(const AttentionProblem& p, Use use) {
       return with_form_of(p, std::integral_constant<Rows, Rows::fp16>{}, use);
     case Rows::fp8_tensor_576:
       return with_form_of(p, std::integral_constant<Rows, Rows::fp8_tensor_576>{}, use);
+    case Rows::nvfp4_352:
+      return with_form_of(p, std::integral_constant<Rows, Rows::nvfp4_352>{}, use);
     case Rows::any_512:
       return with_form_of(p, std::integral_constant<Rows, Rows::any_512>{}, use);
     case Rows::staged:  // compiled for few kernels, by their launch.cu

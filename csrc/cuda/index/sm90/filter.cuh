@@ -12,27 +12,37 @@
 //
 // Two CTAs share a processor: while one sums up, the other's products occupy the tensor cores.
 //
+// MXFP4 keys become e4m3 in the registers that they are multiplied from (mxfp4.cuh). Two warpgroups take turns at their
+// tiles, as a tile's way from its load to its score is long.
+//
 // A score is one sequence of operations, whatever the number of tokens, the tile's place and the CTA.
 #pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
 
 #include <cstdint>
 
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/mbarrier.cuh"
-#include "cuda/common/order.cuh"
 #include "cuda/common/swizzle.cuh"
 #include "cuda/common/vector.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/index/sm90/list.cuh"
+#include "cuda/index/sm90/mxfp4.cuh"
 #include "cuda/index/sm90/share.cuh"
 
 namespace mla::cuda::index::sm90 {
 
-constexpr int kMathThreads = 128;
-constexpr int kFilterThreads = kMathThreads + 32 * kLists + 32;
+// Warpgroups that multiply, and what the kernel has in all: with two of them, whole warpgroups, as setmaxnreg wants.
+template <int kTokens, bool kMx>
+constexpr int kMathGroups = kMx ? 2 : 1;
+template <int kTokens, bool kMx>
+constexpr int kFilterThreads = kMathGroups<kTokens, kMx> == 1 ? 128 + 32 * kLists + 32 : 512;
+// Of two warpgroups that multiply, of the lists, and of the copies: what 64 a thread at launch add up to.
+constexpr int kMathRegisters = 80, kListRegisters = 48, kCopyRegisters = 48;
 constexpr int kMathBarrier = 1, kListBarrier = 2;
 constexpr int kRing = 16;  // tiles of scores, so that a warp may look at its list while the others go on
 constexpr int kScoreStride = kTileKeys + 8;  // so that stores of four tokens use all banks
-constexpr int kListBins = 512;
 
 // 64 keys by so many columns.
 template <int kColumns>
@@ -41,41 +51,48 @@ using KeysAtom =
                        std::conditional_t<kColumns == 64, gmma::MMA_64x64x32_F32E4M3E4M3_SS_TN<>,
                                           std::conditional_t<kColumns == 32, gmma::MMA_64x32x32_F32E4M3E4M3_SS_TN<>,
                                                              gmma::MMA_64x16x32_F32E4M3E4M3_SS_TN<>>>>;
+// The same, with keys in registers.
+template <int kColumns>
+using RegisterKeysAtom =
+    std::conditional_t<kColumns == 128, gmma::MMA_64x128x32_F32E4M3E4M3_RS_TN<>,
+                       std::conditional_t<kColumns == 64, gmma::MMA_64x64x32_F32E4M3E4M3_RS_TN<>,
+                                          std::conditional_t<kColumns == 32, gmma::MMA_64x32x32_F32E4M3E4M3_RS_TN<>,
+                                                             gmma::MMA_64x16x32_F32E4M3E4M3_RS_TN<>>>>;
 
-// kHeads: of a token, some of them zeros.
-template <int kHeads, int kTokens>
+// kHeads: of a token, some of them zeros. kMx: keys are MXFP4, else e4m3.
+template <int kHeads, int kTokens, bool kMx>
 struct FilterShared {
   static constexpr int kColumns = kHeads * kTokens;
-  static constexpr int kStages = kColumns == 256 ? 6 : kTokens > 1 ? 8 : 10;
+  static constexpr int kStages = kMx ? (kColumns == 256 ? 12 : 16) : kColumns == 256 ? 6 : kTokens > 1 ? 8 : 10;
   static constexpr int kFlags = 32;  // at least kStages + kRing
-  SwizzledRows<kTileKeys> keys[kStages];
+  // Scores lie in the ring where keys do in theirs; who asks for keys waits for those scores.
+  static constexpr bool kOneRing = kMx && kStages == kRing;
+  std::conditional_t<kMx, MxTile, SwizzledRows<kTileKeys>> keys[kStages];
   SwizzledRows<kColumns> queries;
-  alignas(16) float scale[kStages][kTileKeys];
+  alignas(16) float scale[kStages][kTileKeys];  // MXFP4: four bytes
+  std::conditional_t<kMx, MxTables, int> tables;
   float4 weight[kColumns / 4];  // of a lane's four columns of 16: [token][16 columns][lane % 4]
   float scores[kRing][kTokens][kScoreStride];
-  // What the lists of a token share.
-  struct Token {
-    uint32_t bins[kListBins];   // of their candidates' scores
-    float low, bins_per_score;  // of the bins; 0: they are not in use yet
-    int32_t begun;              // somebody has chosen low and bins_per_score, or is about to
-    float floor;                // topk scores are above it
-  };
-  Token tokens[kTokens];
+  ListToken tokens[kTokens];
   uint2 valid[kFlags];  // of a tile: a bit for each key that there is
   SharedShare share;
   alignas(8) Barrier full[kStages], empty[kStages], scored[kRing], taken[kRing];
+
+  __device__ Barrier& emptied(uint32_t stage) { return kOneRing ? scored[stage] : empty[stage]; }
 };
 
-template <int kHeads, int kTokens>
+template <int kHeads, int kTokens, bool kMx>
 struct Filter {
-  using Shared = FilterShared<kHeads, kTokens>;
+  using Shared = FilterShared<kHeads, kTokens, kMx>;
+  static constexpr int kKeyBytes = key_value_bytes(kMx ? KeyNumber::mxfp4 : KeyNumber::e4m3);
   static constexpr int kColumns = Shared::kColumns, kStages = Shared::kStages;
+  static constexpr int kGroups = kMathGroups<kTokens, kMx>, kMathThreads = 128 * kGroups;
   // Of each token so many warps, and lists: they take the tiles in turn, each a stretch of neighbours.
   static constexpr int kStretches = kLists / kTokens;
-  // 256 columns come in halves, for which registers are enough.
-  static constexpr int kHalves = kColumns == 256 ? 2 : 1;
-  static constexpr int kHalfColumns = kColumns / kHalves;
-  using Atom = KeysAtom<kHalfColumns>;
+  // Many columns come in parts, for which registers are enough.
+  static constexpr int kParts = kMx && kColumns > 64 ? kColumns / 64 : kColumns == 256 ? 2 : 1;
+  static constexpr int kPartColumns = kColumns / kParts;
+  using Atom = std::conditional_t<kMx, RegisterKeysAtom<kPartColumns>, KeysAtom<kPartColumns>>;
 
   const Problem& p;
   Shared& s;
@@ -84,20 +101,23 @@ struct Filter {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
         s.full[i].init(p.whole_tiles ? 1 : 32 + 1);
-        s.empty[i].init(kMathThreads / 32 * kWarpArrivals);
+        s.empty[i].init(4 * kWarpArrivals);
       }
       for (int i = 0; i < kRing; ++i) {
-        s.scored[i].init(kMathThreads / 32 * kWarpArrivals);
+        s.scored[i].init(4 * kWarpArrivals);
         s.taken[i].init(kTokens * kWarpArrivals);
       }
       cutlass::arch::fence_barrier_init();
     }
+    if constexpr (kMx) s.tables.init();
   }
 
-  // ---- the warpgroup that multiplies ----
+  // ---- the warpgroups that multiply ----
 
   __device__ static void sync() { sync_named<kMathThreads>(kMathBarrier); }
 
+  // The first of the warp's 16 rows of a tile.
+  __device__ static int math_row(uint32_t thread) { return (kGroups == 1 ? thread : thread % 128) / 32 * 16; }
   // A lane's scores of a tile: of one token, and of so many keys, 8 apart.
   static constexpr int kLaneKeys = kTokens >= 4 ? 2 : 1;
   __device__ static int lane_token() {
@@ -146,7 +166,17 @@ struct Filter {
         else
           load_bytes<kPieceBytes, false>(from, &values);
       }
-      *reinterpret_cast<uint4*>(s.queries.bytes + (s.queries.address(column, piece) - s.queries.address())) = values;
+      const auto to = [&](int piece) {
+        return reinterpret_cast<uint4*>(s.queries.bytes + (s.queries.address(column, piece) - s.queries.address()));
+      };
+      if constexpr (kMx) {
+        const uint32_t words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          reinterpret_cast<uint32_t*>(to(mx_piece(4 * piece + j)))[mx_word(4 * piece + j)] = words[j];
+      } else {
+        *to(piece) = values;
+      }
     }
 #pragma unroll 1
     for (int i = thread; i < kColumns; i += kMathThreads) {
@@ -157,8 +187,20 @@ struct Filter {
     }
   }
 
+  // A warp's 16 keys of a tile; those of e4m3 are multiplied where they lie.
+  struct Keys {
+    uint32_t a[kMx ? kIndexDim / 32 : 1][4];
+    std::conditional_t<kMx, MxScales, float[2]> scales;
+  };
+
+  // Of these tiles, those that are the warpgroup's, from `step` on, which is its next one then.
   __device__ void score_tiles(uint32_t tiles, uint32_t& step) const {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+    const int lane = threadIdx.x % 32, row = math_row(threadIdx.x) + lane / 4;
+    [[maybe_unused]] uint32_t mx_group = hidden(row * kKeyGroups + lane % 4), half_signs;
+    if constexpr (kMx) {
+      mx_group = __shfl_sync(~0u, mx_group, lane);  // or it would be computed for each tile
+      half_signs = s.tables.half_signs;
+    }
     const float4* weights = s.weight + lane % 4;
     constexpr bool kKept = kColumns <= 64;  // weights, in registers
     float4 kept[kKept ? kColumns / 16 : 1];
@@ -166,31 +208,43 @@ struct Filter {
 #pragma unroll
       for (int j = 0; j < kColumns / 16; ++j) kept[j] = weights[4 * j];
     const uint64_t queries = smem_descriptor_uniform(s.queries.address());
-    const uint64_t keys = smem_descriptor_uniform(s.keys[0].address());
+    [[maybe_unused]] const uint64_t keys = smem_descriptor_uniform(s.keys[0].address());
     uint32_t stage = step % kStages, parity = step / kStages & 1;
-    float acc[kHalfColumns / 2], linear[kTokens][2], absolute[kTokens][2];
-    const auto multiply_half = [&](int half, uint32_t stage) {
+    const uint32_t end = step + tiles;
+    float acc[kPartColumns / 2], linear[kTokens][2], absolute[kTokens][2];
+    const auto multiply_part = [&](const Keys& now, int part) {
       fence_acc(acc);
       cute::warpgroup_arrive();
 #pragma unroll
-      for (int k = 0; k < kIndexDim / 32; ++k)
-        wgmma<Atom>(acc, keys + stage * (kTileKeys * kRowBytes / 16) + 2 * k,
-                    queries + half * (kHalfColumns * kRowBytes / 16) + 2 * k, k > 0);
+      for (int k = 0; k < kIndexDim / 32; ++k) {
+        const uint64_t b = queries + part * (kPartColumns * kRowBytes / 16) + 2 * k;
+        if constexpr (kMx)
+          wgmma<Atom>(acc, now.a[k], b, k > 0);
+        else
+          wgmma<Atom>(acc, keys + stage * (kTileKeys * kRowBytes / 16) + 2 * k, b, k > 0);
+      }
       cute::warpgroup_commit_batch();
     };
-    const auto wait_for_keys = [&](uint32_t stage, uint32_t parity) {
+    // What lies in a stage, as it is multiplied.
+    const auto take = [&](uint32_t stage, uint32_t parity, Keys& keys) {
       wait(s.full[stage], parity);
-      if (!p.whole_tiles) fence_async_shared();
+      if constexpr (kMx) {
+        keys.scales = MxScales(s.scale[stage], mx_group);
+        mx_to_e4m3(s.keys[stage], s.tables, half_signs, mx_group, keys.scales, keys.a);
+      } else {
+        if (!p.whole_tiles) fence_async_shared();
+        keys.scales[0] = s.scale[stage][row], keys.scales[1] = s.scale[stage][row + 8];
+      }
     };
     // 2 relu(x) = x + |x|
-    const auto sum_half = [&](int half) {
+    const auto sum_part = [&](int part) {
       constexpr int kSixteens = kHeads / 16;  // of a token
-      constexpr int kOfHalf = kHalfColumns / 16, kStep = kOfHalf > kSixteens ? kOfHalf / kSixteens : 1;
+      constexpr int kOfPart = kPartColumns / 16, kStep = kOfPart > kSixteens ? kOfPart / kSixteens : 1;
 #pragma unroll
-      for (int j = 0; j < kOfHalf / kStep; ++j) {
+      for (int j = 0; j < kOfPart / kStep; ++j) {
 #pragma unroll
         for (int i = 0; i < kStep; ++i) {  // tokens next to one another: their sums don't wait for each other
-          const int own = i * kSixteens + j, sixteen = half * kOfHalf + own, token = sixteen / kSixteens;
+          const int own = i * kSixteens + j, sixteen = part * kOfPart + own, token = sixteen / kSixteens;
           const float4 weight = kKept ? kept[kKept ? sixteen : 0] : weights[4 * sixteen];
           const float four[4] = {weight.x, weight.y, weight.z, weight.w};
 #pragma unroll
@@ -205,43 +259,92 @@ struct Filter {
       }
     };
 #pragma unroll 1
-    for (const uint32_t end = step + tiles; step != end; ++step) {
-      wait_for_keys(stage, parity);
-      const float scale[2] = {s.scale[stage][row], s.scale[stage][row + 8]};
+    do {
+      [[maybe_unused]] const uint32_t next_stage = stage + 1 == kStages ? 0 : stage + 1,
+                                      next_parity = parity ^ (next_stage == 0);
+      Keys now;
+      take(stage, parity, now);
 #pragma unroll
       for (int token = 0; token < kTokens; ++token)
 #pragma unroll
         for (int i = 0; i < 2; ++i) linear[token][i] = absolute[token][i] = 0.0f;
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        multiply_half(half, stage);
+      for (int part = 0; part < kParts; ++part) {
+        multiply_part(now, part);
         cute::warpgroup_wait<0>();
         fence_acc(acc);
-        if (half == kHalves - 1) arrive_as_warp(s.empty[stage]);
-        sum_half(half);
+        if (!kMx && part == kParts - 1) arrive_as_warp(s.empty[stage]);
+        sum_part(part);
       }
-      if (++stage == kStages) stage = 0, parity ^= 1;
 
       float values[2 * kTokens];
 #pragma unroll
-      for (int i = 0; i < 2 * kTokens; ++i)
-        values[i] = fmaf(copysignf(1.0f, scale[i % 2]), linear[i / 2][i % 2], absolute[i / 2][i % 2]);
+      for (int i = 0; i < 2 * kTokens; ++i) {
+        const float sum = linear[i / 2][i % 2];
+        if constexpr (kMx)
+          values[i] = sum + absolute[i / 2][i % 2];
+        else
+          values[i] = fmaf(copysignf(1.0f, now.scales[i % 2]), sum, absolute[i / 2][i % 2]);
+      }
       float scores[kLaneKeys];
       add_lanes(values, scores);
-      const uint32_t ring = step % kRing;
-      wait(s.taken[ring], (step / kRing & 1) ^ 1);
+      const uint32_t ring = Shared::kOneRing ? stage : step % kRing;
+      wait(s.taken[ring], (Shared::kOneRing ? parity : step / kRing & 1) ^ 1);
       const int half = kLaneKeys == 2 ? 0 : lane_key() / 8;
 #pragma unroll
       for (int i = 0; i < kLaneKeys; ++i) {
-        const float factor = fabsf(i + half ? scale[1] : scale[0]);
-        const float score = __fmul_rn(0.5f * scores[i], factor);
+        float score;
+        if constexpr (kMx)
+          score = __fmul_rn((0.5f * kMxUnit) * scores[i], now.scales.factor(i + half));
+        else
+          score = __fmul_rn(0.5f * scores[i], fabsf(i + half ? now.scales[1] : now.scales[0]));
         if (lane_has_key()) s.scores[ring][lane_token()][row + 8 * (i + half)] = score;
       }
+      if constexpr (kMx) {
+        if (__any_sync(~0u, now.scales.far_apart())) score_keys_apart(stage, ring, now.scales);
+        if constexpr (!Shared::kOneRing) arrive_as_warp(s.empty[stage]);
+      }
       arrive_as_warp(s.scored[ring]);
-    }
+      if constexpr (kGroups == 1) {
+        stage = next_stage, parity = next_parity;
+      } else {
+        stage += kGroups;
+        if (stage >= kStages) stage -= kStages, parity ^= 1;
+      }
+      step += kGroups;
+    } while (kGroups == 1 ? step != end : static_cast<int32_t>(end - step) > 0);
   }
 
-  __device__ void multiply(Share share) const {
+  // Scores again the warp's keys whose scales lie too far apart for one product, a head a lane at a time. Slow and
+  // rare.
+  __device__ void score_keys_apart(uint32_t stage, uint32_t ring, const MxScales& mx) const {
+    const int thread = hidden(threadIdx.x), lane = thread % 32;
+    const uint32_t apart = __ballot_sync(~0u, mx.far_apart(0)), apart_8_on = __ballot_sync(~0u, mx.far_apart(1));
+    __syncwarp();  // this overwrites what lanes have stored
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i) {
+      if (!((i < 8 ? apart : apart_8_on) >> i % 8 * 4 & 15)) continue;
+      const int row = math_row(thread) + i;
+#pragma unroll 1
+      for (int token = 0; token < kTokens; ++token) {
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int head = lane; head < kHeads; head += 32) {
+          const int column = token * kHeads + head;
+          const float product = mx_product(s.keys[stage], float_bits(s.scale[stage][row]), row, s.queries, column);
+          const float weight = reinterpret_cast<const float*>(
+              s.weight)[column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2];
+          sum = fmaf(weight, product < 0.0f ? 0.0f : product, sum);  // NaN stays
+        }
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+        if (lane == 0) s.scores[ring][token][row] = sum;
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ void multiply(Share share, uint32_t warpgroup) const {
     uint32_t step = 0;
     walk<kTokens>(
         p, share,
@@ -251,7 +354,16 @@ struct Filter {
           fence_async_shared();
           sync();
         },
-        [&](const Group<kTokens>&, int, int, uint32_t, uint32_t from, uint32_t to) { score_tiles(to - from, step); },
+        [&](const Group<kTokens>&, int, int, uint32_t, uint32_t from, uint32_t to) {
+          if constexpr (kGroups == 1) {
+            score_tiles(to - from, step);
+          } else {
+            const uint32_t end = step + to - from;
+            step += (warpgroup - step) % kGroups;
+            if (static_cast<int32_t>(end - step) > 0) score_tiles(end - step, step);
+            step = end;
+          }
+        },
         [](int32_t, bool, bool) {});
   }
 
@@ -271,6 +383,10 @@ struct Filter {
     uint32_t step = 0;  // of all runs
     // Blocks: of a lane's keys in the next tile. Of whole tiles: of one of 32 turns, and of one of the next 32.
     int32_t ahead[2];
+    // Of whole tiles of MXFP4 and one token: where that turn's keys lie, and how many keys further their scales.
+    static constexpr bool kAddressAhead = kMx && kTokens == 1;
+    const uint8_t* from_keys;
+    uint32_t to_scales;
 
     __device__ int32_t block_of(uint32_t key) const {
       const uint32_t entry = f.p.table_index(key);
@@ -311,23 +427,39 @@ struct Filter {
         ahead[0] = ahead[1];
         ahead[1] = block_of(key_at(turn + 32 + lane));
       }
+      if (kAddressAhead && turn % 32 == 0) {
+        const uint32_t key = key_at(turn + lane), within = key - p.table_index(key) * p.table_index.divisor;
+        from_keys = p.cache.data + ahead[0] * p.cache.block_stride + int64_t{within} * kKeyBytes;
+        to_scales = static_cast<uint32_t>(p.cache.block_size) - within + within / (kKeyBytes / 4);
+      }
       if (lane == turn % 32) {
         const int32_t block = ahead[0];
-        wait(s.empty[stage], parity);
+        wait(s.emptied(stage), parity);
         const uint32_t all = block >= 0 ? ~0u : 0;
         s.valid[step % Shared::kFlags] = make_uint2(all, all);
         if (block >= 0) {
-          const uint32_t key = key_at(turn), within = key - p.table_index(key) * p.table_index.divisor;
-          const uint32_t full = cast_smem_ptr_to_uint(&s.full[stage]);
-          arrive_and_expect(s.full[stage], kTileKeys * (kIndexDim + 4));
-          asm volatile(
-              "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-              "[%5];" ::"r"(s.keys[stage].address()),
-              "l"(&p.keys), "r"(0), "r"(within), "r"(block), "r"(full)
-              : "memory");
-          copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]),
-                    p.cache.data + block * p.cache.block_stride + p.cache.block_size * kIndexDim + int64_t{within} * 4,
-                    kTileKeys * 4, s.full[stage]);
+          const uint8_t *keys, *scales;
+          [[maybe_unused]] uint32_t within;
+          [[maybe_unused]] const uint32_t full = cast_smem_ptr_to_uint(&s.full[stage]);
+          if constexpr (kAddressAhead) {
+            keys = from_keys, scales = from_keys + int64_t{to_scales} * kKeyBytes;
+          } else {
+            const uint32_t key = key_at(turn);
+            within = key - p.table_index(key) * p.table_index.divisor;
+            const uint8_t* data = p.cache.data + block * p.cache.block_stride;
+            keys = data + int64_t{within} * kKeyBytes;
+            scales = data + p.cache.block_size * kKeyBytes + int64_t{within} * 4;
+          }
+          arrive_and_expect(s.full[stage], kTileKeys * (kKeyBytes + 4));
+          if constexpr (kMx)
+            copy_bulk(s.keys[stage].address(), keys, kTileKeys * kKeyBytes, s.full[stage]);
+          else
+            asm volatile(
+                "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+                "[%5];" ::"r"(s.keys[stage].address()),
+                "l"(&p.keys), "r"(0), "r"(within), "r"(block), "r"(full)
+                : "memory");
+          copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]), scales, kTileKeys * 4, s.full[stage]);
         } else {
           s.full[stage].arrive();
         }
@@ -348,19 +480,21 @@ struct Filter {
         const bool there = block >= 0;
         const uint32_t within = key - p.table_index(key) * p.table_index.divisor;
         const uint8_t* data = p.cache.data + (there ? block * p.cache.block_stride : 0);
-        values[half] = data + (there ? int64_t{within} * kIndexDim : 0);
-        scales[half] = data + (there ? p.cache.block_size * kIndexDim + int64_t{within} * 4 : 0);
+        values[half] = data + (there ? int64_t{within} * kKeyBytes : 0);
+        scales[half] = data + (there ? p.cache.block_size * kKeyBytes + int64_t{within} * 4 : 0);
         valid[half] = __ballot_sync(~0u, there);
         ahead[half] = block_of(key_at(turn + 1) + lane + 32 * half);
       }
-      wait(s.empty[stage], (step / kStages & 1) ^ 1);
+      wait(s.emptied(stage), (step / kStages & 1) ^ 1);
       const uint32_t rows = s.keys[stage].address();
+      constexpr int kPieces = kKeyBytes / kPieceBytes;
 #pragma unroll
-      for (int i = 0; i < kTileKeys / 4; ++i) {
-        const int row = 4 * i + lane / 8;
-        const auto own = reinterpret_cast<uint64_t>(values[i / 8]);
+      for (int i = 0; i < kTileKeys * kPieces / 32; ++i) {
+        const int row = 32 / kPieces * i + lane / kPieces, piece = lane % kPieces, half = i / kPieces;
+        const auto own = reinterpret_cast<uint64_t>(values[half]);
         const auto* from_row = reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, own, row % 32));
-        copy_16_or_zero(swizzled(rows, row, lane % 8), from_row + lane % 8 * kPieceBytes, valid[i / 8] >> row % 32 & 1);
+        copy_16_or_zero(kMx ? rows + row * kKeyBytes + piece * kPieceBytes : swizzled(rows, row, piece),
+                        from_row + piece * kPieceBytes, valid[half] >> row % 32 & 1);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half)
@@ -374,205 +508,12 @@ struct Filter {
     }
   };
 
-  // A warp's list.
-  struct List {
-    Candidate* candidates;
-    int32_t capacity;
-    int32_t count = 0, looked = 0;  // candidates, and how many of them have been looked at
-    float floor = -INFINITY;        // the list's own: what isn't above it, and comes later, is none of the best
-    float lowest = INFINITY, highest = -INFINITY;  // of those a lane has looked at
-    float low = 0.0f, bins_per_score = 0.0f;       // of the token's bins; 0: those looked at are not in the bins
-
-    // Candidates that join before they are looked at.
-    static constexpr int kUnread = kStretches == 1 ? 384 : 128;
-
-    __device__ static bool is_above(float score, float floor) { return !(score <= floor); }  // NaN is
-
-    // Some of 64 scores join. `there` says which are. Returns whether the list wants to be looked at.
-    __device__ __forceinline__ bool join(const float (&score)[2], const bool (&there)[2], float least, uint32_t first) {
-      const bool joins[2] = {there[0] && is_above(score[0], least), there[1] && is_above(score[1], least)};
-      const uint32_t all[2] = {__ballot_sync(~0u, joins[0]), __ballot_sync(~0u, joins[1])};
-      if (joins[0])
-        candidates[count + __popc(all[0] & lanes_below())] = {__float_as_uint(score[0]), first + threadIdx.x % 32};
-      count += __popc(all[0]);
-      if (joins[1])
-        candidates[count + __popc(all[1] & lanes_below())] = {__float_as_uint(score[1]), first + 32 + threadIdx.x % 32};
-      count += __popc(all[1]);
-      return count - looked >= kUnread || count + 2 * 32 > capacity;
-    }
-
-    // Looks at what has joined: raises the floor, and makes room.
-    __device__ __forceinline__ void look(typename Shared::Token& token, int32_t topk) {
-      look_at(token, topk);
-      if (bins_per_score > 0.0f) read_bins(token, topk);
-      if (kStretches == 1) floor = fmaxf(floor, load(token.floor));
-      if (count + kUnread + 2 * 32 > capacity) {
-        shorten(load(token.floor));
-        if (count + 2 * kUnread + 2 * 32 > capacity) keep_best(topk);
-      }
-    }
-
-    __device__ static float load(const float& shared) { return *const_cast<const volatile float*>(&shared); }
-
-    __device__ int bin_of(float score) const {
-      const float bin = (score - low) * bins_per_score;
-      return bin >= kListBins - 1 ? kListBins - 1 : bin > 0.0f ? static_cast<int>(bin) : 0;
-    }
-
-    // Visits the candidates from `begin` on, in their order, lane by lane.
-    template <typename Visit>
-    __device__ __forceinline__ void each(int32_t begin, Visit visit) const {
-      constexpr int kAtOnce = 8;
-      const int lane = threadIdx.x % 32;
-      __syncwarp();
-#pragma unroll 1
-      for (; begin < count; begin += 32 * kAtOnce) {
-        Candidate some[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-          if (begin + 32 * i + lane < count) some[i] = candidates[begin + 32 * i + lane];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
-          if (begin + 32 * i < count) visit(some[i], begin + 32 * i + lane < count);
-      }
-      __syncwarp();
-    }
-
-    __device__ void look_at(typename Shared::Token& token, int32_t topk) {
-      each(looked, [&](const Candidate& c, bool there) {
-        const float score = __uint_as_float(c.score);
-        if (!there) return;
-        lowest = fminf(lowest, score), highest = fmaxf(highest, score);
-        if (bins_per_score > 0.0f) atomicAdd(&token.bins[bin_of(score)], 1u);
-      });
-      looked = count;
-      if (bins_per_score > 0.0f) return;
-      if (count * kStretches >= topk + 128 && load(token.bins_per_score) == 0.0f) begin_bins(token);
-      bins_per_score = load(token.bins_per_score);
-      if (bins_per_score == 0.0f) return;
-      __threadfence_block();
-      low = load(token.low);
-      each(0, [&](const Candidate& c, bool there) {
-        if (there) atomicAdd(&token.bins[bin_of(__uint_as_float(c.score))], 1u);
-      });
-    }
-
-    // The eighth of the lanes' largest: a few scores far above all others would leave no bins for these.
-    __device__ static float eighth(float largest) {
-      uint32_t rest = ordered(largest);
-      for (int i = 1;; ++i) {
-        const uint32_t most = __reduce_max_sync(~0u, rest), fewer = rest == most ? kMinusInfinity : rest;
-        if (i == 8 || __all_sync(~0u, fewer == kMinusInfinity)) return score_of(most);
-        rest = fewer;
-      }
-    }
-
-    // Chooses the token's bins. What lies beyond them counts in the outermost.
-    __device__ void begin_bins(typename Shared::Token& token) const {
-      const float least = -eighth(-lowest), per_score = (kListBins - 1) / (eighth(highest) - least);
-      if (threadIdx.x % 32 == 0 && per_score > 0.0f && per_score < INFINITY && atomicExch(&token.begun, 1) == 0) {
-        token.low = least;
-        __threadfence_block();
-        *const_cast<volatile float*>(&token.bins_per_score) = per_score;
-      }
-      __syncwarp();
-    }
-
-    // The floor becomes a score that topk candidates exceed.
-    __device__ void read_bins(typename Shared::Token& token, int32_t topk) const {
-      constexpr int kOwn = kListBins / 32;
-      const int lane = threadIdx.x % 32, lowest_bin = kListBins - (lane + 1) * kOwn;
-      const volatile uint32_t* bins = token.bins;
-      uint32_t own = 0;
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) own += bins[lowest_bin + (i + lane) % kOwn];
-      uint32_t sum = own;
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const uint32_t other = __shfl_up_sync(~0u, sum, distance);
-        if (lane >= distance) sum += other;
-      }
-      const uint32_t enough = __ballot_sync(~0u, sum >= static_cast<uint32_t>(topk));
-      if (!enough) return;
-      const int owner = __ffs(enough) - 1;
-      // Of the owner's bins, the one: lanes take one each, the first the uppermost. Others may have added to a bin
-      // since; none has fewer.
-      const uint32_t above = __shfl_sync(~0u, sum - own, owner);
-      const int uppermost = kListBins - 1 - owner * kOwn;
-      uint32_t upto = lane < kOwn ? bins[uppermost - lane] : 0;
-#pragma unroll
-      for (int distance = 1; distance < kOwn; distance *= 2) {
-        const uint32_t other = __shfl_up_sync(~0u, upto, distance);
-        if (lane >= distance) upto += other;
-      }
-      const uint32_t reached = __ballot_sync(~0u, above + upto >= static_cast<uint32_t>(topk));
-      const int bin = uppermost - min(__ffs(reached) - 1, kOwn - 1);
-      if (bin == 0) return;
-      float below = low + bin / bins_per_score;
-      // less what rounding takes
-      for (float step = (fabsf(below) + fabsf(low) + 1.0f / bins_per_score) * 0x1p-22f; bin_of(below) >= bin; step *= 2)
-        below -= step;
-      if (lane == 0 && below > load(token.floor)) *const_cast<volatile float*>(&token.floor) = below;
-      __syncwarp();
-    }
-
-    // Drops what isn't above the floor.
-    __device__ void shorten(float floor) {
-      int32_t kept = 0;
-      each(0, [&](const Candidate& c, bool there) {
-        const bool keep = there && is_above(__uint_as_float(c.score), floor);
-        const uint32_t all = __ballot_sync(~0u, keep);
-        if (keep) candidates[kept + __popc(all & lanes_below())] = c;
-        kept += __popc(all);
-      });
-      count = looked = kept;
-      __syncwarp();
-    }
-
-    // Leaves the topk best, where many scores are equal or the bins are of no use: they are found bit by bit.
-    __device__ void keep_best(int32_t topk) {
-      uint32_t worst = 0;  // of the best, as an ordered score
-#pragma unroll 1
-      for (int bit = 31; bit >= 0; --bit) {
-        const uint32_t tried = worst | 1u << bit;
-        int32_t reach = 0;
-        each(0, [&](const Candidate& c, bool there) {
-          reach += __popc(__ballot_sync(~0u, there && ordered(__uint_as_float(c.score)) >= tried));
-        });
-        if (reach >= topk) worst = tried;
-      }
-      int32_t above = 0, kept = 0, equal = 0;
-      each(0, [&](const Candidate& c, bool there) {
-        above += __popc(__ballot_sync(~0u, there && ordered(__uint_as_float(c.score)) > worst));
-      });
-      const int32_t wanted = topk - above;
-      each(0, [&](const Candidate& c, bool there) {
-        const uint32_t score = there ? ordered(__uint_as_float(c.score)) : 0;
-        const uint32_t equals = __ballot_sync(~0u, there && score == worst);
-        const bool is_equal = there && score == worst && equal + __popc(equals & lanes_below()) < wanted;
-        const bool keep = (there && score > worst) || is_equal;
-        const uint32_t all = __ballot_sync(~0u, keep);
-        if (keep) candidates[kept + __popc(all & lanes_below())] = c;
-        kept += __popc(all), equal += __popc(equals);
-      });
-      count = looked = kept;
-      // The list's later ones come after all of these.
-      const float least = score_of(worst);
-      floor = least == least ? fmaxf(floor, least) : INFINITY;
-      __syncwarp();
-    }
-
-    __device__ ListEnd end(typename Shared::Token& token, int32_t topk) {
-      look_at(token, topk);
-      return {count, __reduce_min_sync(~0u, ordered(lowest)), __reduce_max_sync(~0u, ordered(highest)),
-              ordered(load(token.floor))};
-    }
-  };
+  using List = index::sm90::List<kStretches>;
 
   __device__ void filter(Share share) const {
     const int warp = warp_of_cta() - kMathThreads / 32, lane = threadIdx.x % 32;
     const int own = warp / kStretches, stretch = warp % kStretches;
-    typename Shared::Token& token = s.tokens[own];
+    ListToken& token = s.tokens[own];
     uint32_t step = 0;
     int64_t list_index = 0;
     ListEnd end;
@@ -639,23 +580,30 @@ struct Filter {
     init();
     pdl_launch_dependents();
     pdl_wait();
-    const Share share = find_share<kFilterThreads, kTokens>(p, s.share);  // has barriers
+    const Share share = find_share<kFilterThreads<kTokens, kMx>, kTokens>(p, s.share);  // has barriers
     const int warp = warp_of_cta();
     if (warp < kMathThreads / 32) {
-      multiply(share);
+      if constexpr (kGroups > 1) cutlass::arch::warpgroup_reg_alloc<kMathRegisters>();
+      multiply(share, warp / 4);
     } else if (warp < kMathThreads / 32 + kLists) {
+      if constexpr (kGroups > 1) cutlass::arch::warpgroup_reg_dealloc<kListRegisters>();
       filter(share);
     } else {
+      if constexpr (kGroups > 1) {
+        cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
+        if (warp > kMathThreads / 32 + kLists) return;  // these complete the warpgroup
+      }
       copy(share);
     }
   }
 };
 
-template <int kHeads, int kTokens>
-__global__ void __launch_bounds__(kFilterThreads, kCtasPerProcessor) filter_kernel(const __grid_constant__ Problem p) {
+template <int kHeads, int kTokens, bool kMx>
+__global__ void __launch_bounds__(kFilterThreads<kTokens, kMx>, kCtasPerProcessor)
+    filter_kernel(const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t filter_memory[];
-  Filter<kHeads, kTokens>{p, *reinterpret_cast<FilterShared<kHeads, kTokens>*>(filter_memory)}.run();
+  Filter<kHeads, kTokens, kMx>{p, *reinterpret_cast<FilterShared<kHeads, kTokens, kMx>*>(filter_memory)}.run();
 #endif
 }
 

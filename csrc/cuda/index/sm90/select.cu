@@ -12,30 +12,32 @@ namespace {
 struct Variant {
   void (*kernel)(Problem);
   int group;
+  int threads;
   int shared_bytes;
 };
 
-template <int kHeads, int kTokens>
+template <bool kMx, int kHeads, int kTokens>
 Variant variant() {
-  using Shared = FilterShared<kHeads, kTokens>;
+  using Shared = FilterShared<kHeads, kTokens, kMx>;
   static_assert(sizeof(Shared) <= 113 * 1024, "two of a processor");
-  return {filter_kernel<kHeads, kTokens>, kTokens, sizeof(Shared)};
+  return {filter_kernel<kHeads, kTokens, kMx>, kTokens, kFilterThreads<kTokens, kMx>, sizeof(Shared)};
 }
 
-template <int kHeads>
+template <bool kMx, int kHeads>
 Variant by_tokens(int64_t per_request) {
   if constexpr (kHeads <= 64)
-    if (per_request >= 4) return variant<kHeads, 4>();
-  if (per_request >= 2) return variant<kHeads, 2>();
-  return variant<kHeads, 1>();
+    if (per_request >= 4) return variant<kMx, kHeads, 4>();
+  if (per_request >= 2) return variant<kMx, kHeads, 2>();
+  return variant<kMx, kHeads, 1>();
 }
 
+template <bool kMx>
 Variant choose(int heads, int64_t tokens, int64_t requests) {
   const int64_t per_request = requests > 0 ? tokens / requests : tokens;
-  if (heads <= 16) return by_tokens<16>(per_request);
-  if (heads <= 32) return by_tokens<32>(per_request);
-  if (heads <= 64) return by_tokens<64>(per_request);
-  return by_tokens<128>(per_request);
+  if (heads <= 16) return by_tokens<kMx, 16>(per_request);
+  if (heads <= 32) return by_tokens<kMx, 32>(per_request);
+  if (heads <= 64) return by_tokens<kMx, 64>(per_request);
+  return by_tokens<kMx, 128>(per_request);
 }
 
 // How the copy engine finds a tile of keys: in rows of 128 bytes, swizzled as wgmma wants them. False where it can't,
@@ -93,7 +95,8 @@ int64_t tokens_at_once(const SelectTokensProblem& p, int64_t ctas, int group) {
 }  // namespace
 
 bool suits(const SelectTokensProblem& p) {
-  return p.query_number == QueryNumber::e4m3 && p.cache.quantised && aligned16(p.cache.data, p.cache.block_stride);
+  return p.query_number == QueryNumber::e4m3 && p.cache.number != KeyNumber::bf16 &&
+         aligned16(p.cache.data, p.cache.block_stride);
 }
 
 int64_t workspace_bytes(const SelectTokensProblem& p, int processors) {
@@ -107,19 +110,20 @@ int64_t workspace_bytes(const SelectTokensProblem& p, int processors) {
 }
 
 void select_tokens(const SelectTokensProblem& p, int processors, void* stream) {
-  const Variant v = choose(p.heads, p.tokens, p.requests);
+  const bool mx = p.cache.number == KeyNumber::mxfp4;
+  const Variant v = (mx ? choose<true> : choose<false>)(p.heads, p.tokens, p.requests);
   const int64_t ctas = filter_ctas(processors), at_once = tokens_at_once(p, ctas, v.group);
   for (int64_t first = 0; first < p.tokens; first += at_once) {
     Problem piece(p);
     static_cast<IndexProblem&>(piece) = p.piece(first, std::min(at_once, p.tokens - first));
     piece.chosen += first * p.chosen_token;
     if (p.chosen_scores) piece.chosen_scores += first * p.chosen_score_token;
-    piece.whole_tiles = piece.whole_tiles && describe_keys(p.cache, piece.keys);
+    piece.whole_tiles = piece.whole_tiles && (mx || describe_keys(p.cache, piece.keys));
     piece.group = v.group;
     piece.lists = lay_out(p.workspace, (piece.tokens + v.group - 1) / v.group, ctas, p.topk);
     const int cluster = cluster_of(piece.tokens, processors);
     piece.kept = cluster > 1 ? kClusterKept : kAloneKept;
-    launch_pdl(v.kernel, dim3(ctas), kFilterThreads, v.shared_bytes, stream, "select_tokens", piece);
+    launch_pdl(v.kernel, dim3(ctas), v.threads, v.shared_bytes, stream, "select_tokens", piece);
     cluster > 1 ? finish<kClusterThreads>(piece, cluster, stream) : finish<kAloneThreads>(piece, 1, stream);
   }
 }
@@ -131,15 +135,18 @@ namespace mla::cuda {
 MLA_KERNELS {
   using namespace index::sm90;
   const auto filter = [](const char* name, Variant v) {
-    return KernelEntry{name, reinterpret_cast<const void*>(v.kernel), kFilterThreads, v.shared_bytes};
+    return KernelEntry{name, reinterpret_cast<const void*>(v.kernel), v.threads, v.shared_bytes};
   };
   static const KernelEntry entries[] = {
-      filter("select_tokens sm90, 16 heads", variant<16, 1>()),
-      filter("select_tokens sm90, 32 heads", variant<32, 1>()),
-      filter("select_tokens sm90, 64 heads", variant<64, 1>()),
-      filter("select_tokens sm90, 64 heads, 4 tokens together", variant<64, 4>()),
-      filter("select_tokens sm90, 128 heads", variant<128, 1>()),
-      filter("select_tokens sm90, 128 heads, 2 tokens together", variant<128, 2>()),
+      filter("select_tokens sm90, 16 heads", variant<false, 16, 1>()),
+      filter("select_tokens sm90, 32 heads", variant<false, 32, 1>()),
+      filter("select_tokens sm90, 64 heads", variant<false, 64, 1>()),
+      filter("select_tokens sm90, 64 heads, 4 tokens together", variant<false, 64, 4>()),
+      filter("select_tokens sm90, 128 heads", variant<false, 128, 1>()),
+      filter("select_tokens sm90, 128 heads, 2 tokens together", variant<false, 128, 2>()),
+      filter("select_tokens sm90, MXFP4, 64 heads", variant<true, 64, 1>()),
+      filter("select_tokens sm90, MXFP4, 64 heads, 4 tokens together", variant<true, 64, 4>()),
+      filter("select_tokens sm90, MXFP4, 128 heads, 2 tokens together", variant<true, 128, 2>()),
       {"select_tokens sm90, the best", reinterpret_cast<const void*>(finish_kernel<kAloneThreads>), kAloneThreads,
        finish_bytes<kAloneThreads>(kAloneKept)},
       {"select_tokens sm90, the best, by a cluster", reinterpret_cast<const void*>(finish_kernel<kClusterThreads>),

@@ -47,9 +47,16 @@ inline double cluster_cost(const KernelCosts& costs, int32_t cluster) {
   return costs.cluster[doublings - 1] + costs.uneven * ((1 << doublings) - cluster);
 }
 
+// Whether swap_ab is compiled for 32 heads per CTA with such rows.
+inline bool has_swap_ab_32(const CacheFormat& format) {
+  return format.scale == Scale::fp32 || format.scale == Scale::e4m3;
+}
+
 inline double tile_cost(const KernelCosts& costs, const Launch& launch, const CacheFormat& format) {
-  if (!format.quantised()) return costs.tile_16bit;
-  const bool as_it_is = format.scale == Scale::fp32 ||
+  // e2m1 takes no longer to convert
+  if (!format.quantised() || (format.code == Code::e2m1 && launch.kernel != Kernel::swap_ab)) return costs.tile_16bit;
+  // swap_ab converts e2m1 in registers: more instructions than for e4m3, but fewer bytes to wait for
+  const bool as_it_is = format.scale == Scale::fp32 || format.code == Code::e2m1 ||
                         (format.scale == Scale::tensor && format.rope > 0 && launch.kernel == Kernel::swap_ab);
   return as_it_is ? costs.tile_fp8 : costs.tile_converted;
 }
@@ -96,7 +103,7 @@ inline double launch_time(const AttentionShape& shape, const Launch& launch, con
 // outputs' accumulators keep 13 to 14 bits as they grow, so it takes no longer lists than DeepSeek-V3.2's.
 constexpr int64_t kMostFp8Slots = 2048;
 inline Kernel m64_kernel(Products products, const CacheFormat& format, int32_t heads, int64_t slots) {
-  const bool suits = heads > 32 && format.quantised() && format.head_dim() == 576 && slots <= kMostFp8Slots;
+  const bool suits = heads > 32 && format.code == Code::e4m3 && format.head_dim() == 576 && slots <= kMostFp8Slots;
   return products == Products::fp8 && suits ? Kernel::m64_fp8 : Kernel::m64;
 }
 
@@ -142,7 +149,7 @@ void for_each_candidate(const AttentionShape& shape, const Gpu& gpu, Use use) {
   if (tile != TileType::staged_576) {
     of_kernel(Kernel::swap_ab, 8);
     if (shape.heads > 8) of_kernel(Kernel::swap_ab, 16);
-    if (shape.heads > 16 && tile == TileType::scaled_576) of_kernel(Kernel::swap_ab, 32);
+    if (shape.heads > 16 && has_swap_ab_32(shape.format)) of_kernel(Kernel::swap_ab, 32);
   }
   if (shape.heads > 16 || tile == TileType::staged_576)
     of_kernel(m64_kernel(shape.products, shape.format, shape.heads, shape.tiles * kGpuTileSlots), 64);

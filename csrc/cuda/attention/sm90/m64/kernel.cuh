@@ -1,5 +1,5 @@
-// Sparse attention for 17 heads and more on Hopper (33 and more with fp8_ds_mla rows), 64 heads per CTA. Heads are the
-// 64 rows of wgmma:
+// Sparse attention for 17 heads and more on Hopper (33 and more with fp8_ds_mla and nvfp4_352 rows), 64 heads per CTA.
+// Heads are the 64 rows of wgmma:
 //
 //   scores  S [64 heads x 64 tokens] = Q [64 x 576] K^T     (or 512)
 //   values  O [64 heads x 512 dims] += P [64 x 64] V [64 x 512]
@@ -629,8 +629,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const CtaWo
       }
     }
   } else if constexpr (is_converted(kRows)) {
-    produce_converted<kRows, kPaged>(cta, s.tiles, s.plain, s.full, s.empty, warp, lane, {},
-                                     [&](int token, int) { queries(token); });
+    produce_converted<kRows, kPaged, 0>(cta, s.tiles, s.plain, s.full, s.empty, warp, lane, {}, queries);
   } else {
     TileCursor cursor(cta);
     TileRequest<kPaged> next(cursor, warp * kWarpRows + lane % kWarpRows);

@@ -48,6 +48,9 @@ MLA_KERNELS {
       entry<Rows::fp8_tensor_576, Form::sparse_max_logits>(
           "sparse_attention sm90, 64 heads, fp8_tensor_576, max logits"),
       entry<Rows::fp8_tensor_576, Form::dense>("dense_attention sm90, 64 heads, fp8_tensor_576"),
+      entry<Rows::nvfp4_352, Form::sparse>("sparse_attention sm90, 64 heads, nvfp4_352"),
+      entry<Rows::nvfp4_352, Form::sparse_max_logits>("sparse_attention sm90, 64 heads, nvfp4_352, max logits"),
+      entry<Rows::nvfp4_352, Form::dense>("dense_attention sm90, 64 heads, nvfp4_352"),
       entry<Rows::any_512, Form::sparse>("sparse_attention sm90, 64 heads, rows of 512"),
       entry<Rows::any_512, Form::sparse_max_logits>("sparse_attention sm90, 64 heads, rows of 512, max logits"),
       entry<Rows::any_512, Form::dense>("dense_attention sm90, 64 heads, rows of 512")};

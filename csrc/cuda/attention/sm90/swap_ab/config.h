@@ -6,6 +6,7 @@
 
 #include "cuda/attention/sm90/split_tokens.cuh"
 #include "cuda/attention/sm90/swap_ab/fp8_rows.cuh"
+#include "cuda/attention/sm90/swap_ab/nvfp4_rows.cuh"
 #include "cuda/attention/sm90/swap_ab/plain_rows.cuh"
 #include "cuda/attention/sm90/swap_ab/reduction.h"
 
@@ -19,10 +20,10 @@ constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 // Registers per thread at launch; setmaxnreg redistributes them. With up to 16 heads per CTA nothing may spill: a
 // launch with local memory begins with a wait for it.
 constexpr uint32_t kRegisters = 128;
-template <int kHeads>
-constexpr uint32_t kConsumerRegisters = kHeads > 16 ? 216 : 168;
-template <int kHeads>
-constexpr uint32_t kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kHeads>;
+template <Rows kRows, int kHeads>
+constexpr uint32_t kConsumerRegisters = kHeads <= 16 ? 168 : 216;
+template <Rows kRows, int kHeads>
+constexpr uint32_t kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kRows, kHeads>;
 
 // Whether split tokens are combined by the kernel that is launched next. With up to 16 heads per CTA this kernel
 // does it itself.
@@ -31,8 +32,9 @@ constexpr bool kCombinedLater = kHeads > kClusterHeads;
 
 // The layout of rows in shared memory, and their products.
 template <Rows kRows, int kHeads>
-using RowsOf = std::conditional_t<is_scaled(kRows) || kRows == Rows::fp8_tensor_576, Fp8Rows<kRows, kHeads>,
-                                  PlainRows<kRows, kHeads>>;
+using RowsOf = std::conditional_t<kRows == Rows::nvfp4_352, Nvfp4Rows<kHeads>,
+                                  std::conditional_t<is_scaled(kRows) || kRows == Rows::fp8_tensor_576,
+                                                     Fp8Rows<kRows, kHeads>, PlainRows<kRows, kHeads>>>;
 
 template <Rows kRows, int kHeads>
 struct Shared {
@@ -66,6 +68,9 @@ constexpr int kSharedBytes = sizeof(Shared<kRows, kHeads>);
 
 constexpr int kMostSharedBytes = 227 * 1024;  // of a CTA on sm_90
 static_assert(kSharedBytes<Rows::fp8_ds_mla, 32> <= kMostSharedBytes &&
+              kSharedBytes<Rows::nvfp4_352, 32> <= kMostSharedBytes &&
+              kSharedBytes<Rows::nvfp4_352, 16> <= kMostSharedBytes &&
+              kSharedBytes<Rows::nvfp4_352, 8> <= kMostSharedBytes &&
               kSharedBytes<Rows::fp8_ds_mla, 16> <= kMostSharedBytes &&
               kSharedBytes<Rows::fp8_tensor_576, 16> <= kMostSharedBytes &&
               kSharedBytes<Rows::bf16, 16> <= kMostSharedBytes && kSharedBytes<Rows::any_512, 16> <= kMostSharedBytes);

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "cuda/attention/sm90/cursor.cuh"
-#include "cuda/attention/sm90/swap_ab/reduction.h"
+#include "cuda/attention/sm90/swap_ab/raw_rows.cuh"
 #include "cuda/attention/sm90/quantised_queries.cuh"
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/cp_async.cuh"
@@ -25,18 +25,15 @@ namespace mla::cuda::sm90::swap_ab {
 static_assert(lanes_in_different_banks([](int lane) { return 2 * (lane % 4); }, [](int lane) { return lane / 4; }));
 
 template <Rows kRows, int kHeads>
-struct Fp8Rows {
+struct Fp8Rows : RawRows<Fp8Rows<kRows, kHeads>, kHeads> {
+  using Raw = RawRows<Fp8Rows, kHeads>;
+  using Raw::kGroupDims, Raw::kLaneDims, Raw::kWarpRows, Raw::lane, Raw::warp;
   // One scale for the whole cache: it is part of the factors of scores and outputs. Rope is e4m3, too.
   static constexpr bool kOfTensor = kRows == Rows::fp8_tensor_576;
   using Queries = QuantisedQueries<kHeads, kOfTensor>;
   static constexpr int kStages = 4;                     // tiles
   static constexpr int kQueries = kHeads > 16 ? 1 : 2;  // buffers for a token's queries
   static constexpr int kAccRegisters = kHeads / 2;
-  static constexpr int kWarps = Queries::kWarps;          // producers
-  static constexpr int kWarpRows = kTileTokens / kWarps;  // of a tile, per warp
-  static constexpr int kTileArrivals = (32 + kWarpArrivals) * kWarps;
-  static constexpr int kGroupDims = kValueDim / kGroups;  // a warp's output dims
-  static constexpr int kLaneDims = kGroupDims / 8;
   static constexpr bool kAhead = kHeads <= 16;  // read values a step ahead; else registers are too few
 
   struct Stage {
@@ -52,8 +49,6 @@ struct Fp8Rows {
 
     __device__ void* reduction_buffer(int stage) { return &stages[stage]; }
   };
-
-  const int warp, lane;  // warp of the warpgroup
 
   // f16 may not hold a scale. So a token's scales are divided by a power of two above the largest one, and its P
   // is multiplied by it.
@@ -238,84 +233,11 @@ struct Fp8Rows {
     cute::warpgroup_wait<0>();
   }
 
-  // A head's row in the reduction buffer. Heads of four neighbouring lanes (every other head) are neighbours: with
-  // kReductionStride, the pieces of eight lanes then lie in different banks.
-  static __device__ int reduction_row(int head) {
-    return head % kReductionHeads<kHeads> / 2 + head % 2 * (kReductionHeads<kHeads> / 2);
-  }
-  // A lane has neighbouring dims.
-  __device__ float4* dims(float* row) const {
-    return reinterpret_cast<float4*>(row + kGroupDims * warp + kLaneDims * (lane / 4));
-  }
-  __device__ void get(float (&acc)[kLaneDims], float* row) const {
-#pragma unroll
-    for (int i = 0; i < kLaneDims / 4; ++i) {
-      const float4 x = dims(row)[i];
-      acc[4 * i] = x.x, acc[4 * i + 1] = x.y, acc[4 * i + 2] = x.z, acc[4 * i + 3] = x.w;
-    }
-  }
-  __device__ void put(float* row, const float (&acc)[kLaneDims]) const {
-#pragma unroll
-    for (int i = 0; i < kLaneDims / 4; ++i) dims(row)[i] = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
+  template <typename Shared>
+  static __device__ void store_queries(const Queries& queries, float scale, Shared& s, int query, int head, int lane) {
+    queries.store(scale, s.rows.q[query][0], s.rows.q_rope[query], s.q_scale[query], head, lane);
   }
 
-  // Eight warps load a token's queries. `wait_for_room` is called when the first loads are in flight.
-  template <typename Shared, typename Wait>
-  static __device__ void produce_queries(const AttentionProblem& p, Shared& s, int query, int token, int head_begin,
-                                         int warp, int lane, Wait wait_for_room) {
-#pragma unroll 1
-    for (int head = warp * Queries::kAtOnce; head < kHeads; head += Queries::kStep) {
-      Queries queries;
-      queries.load(p, token, head_begin, head, lane);
-      if (head < Queries::kStep) wait_for_room();
-      queries.store(p.scale, s.rows.q[query][0], s.rows.q_rope[query], s.q_scale[query], head, lane);
-    }
-    arrive_as_warp(s.q_full[query]);
-  }
-
-  // Eight warps load rows, and a token's queries once its first rows are in flight; consumers load those of the very
-  // first token. A warp computes the addresses of its rows of four tiles at once, a lane a row. It loads slots four
-  // tiles ahead.
-  template <bool kPaged, typename Shared>
-  static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
-    constexpr int kBatch = 32 / kWarpRows;  // tiles
-    // Load the next slots after a tile's copies have been issued, if a register for the row can be spared meanwhile.
-    constexpr bool kCopiesFirst = kHeads <= 16 && !kPaged;
-    const CtaWork cta(p, blockIdx.y, kTileTokens);
-    const int first = warp * kWarpRows, at = first + lane % kWarpRows;
-    const auto early = EarlySlot::unless<kPaged>(cta, lane / kWarpRows, at);
-    TileCursor cursor(cta);
-    cursor.advance(lane / kWarpRows);
-    TileRequest<kPaged> next(cursor, at, kBatch, early);
-    wait_for_cluster();
-    uint32_t row = kNoRow;
-    int batch = 0;  // 2 * token (as in TileRequest) + list
-    for (int tile = 0, tokens = 1;; ++tile) {
-      if (tile % kBatch == 0) {
-        row = next.row(p);
-        batch = next.token * 2 + next.list;
-        if constexpr (!kCopiesFirst) next = TileRequest<kPaged>(cursor, at, kBatch);
-      }
-      const int first_lane = tile % kBatch * kWarpRows;
-      const int both = __shfl_sync(~0u, batch, first_lane), token = both >> 1;
-      if (token == next.kEnd) return;
-      const uint8_t* cache = p.lists[both & 1].cache.data;
-      const uint32_t own = __shfl_sync(~0u, row, first_lane + lane % kWarpRows);
-      const int stage = tile % kStages;
-      wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      copy(s.rows, stage, first, at, cache, own, p.row_unit, lane);
-      arrive_when_copied(s.full[stage]);
-      arrive_as_warp(s.full[stage]);
-      if (kCopiesFirst && tile % kBatch == 0) next = TileRequest<kPaged>(cursor, at, kBatch);
-      if (token == next.kSameToken || tile == 0) continue;
-      const int query = tokens % kQueries;
-      produce_queries(p, s, query, token, head_begin, warp, lane,
-                      [&] { wait(s.q_empty[query], tokens / kQueries % 2 ^ 1); });
-      ++tokens;
-    }
-  }
-
- private:
   // Starts the copies of a warp's rows, `first` to `first + 7`. `own` is where row `at` lies.
   static __device__ void copy(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own,
                               uint32_t unit, int lane) {

@@ -1,13 +1,14 @@
-// Sparse attention for up to 16 heads per CTA on Hopper, and for up to 32 with fp8_ds_mla rows. Operands are swapped:
-// tokens are the 64 rows of wgmma and heads its columns, so that few heads fill the instruction.
+// Sparse attention for up to 16 heads per CTA on Hopper, and for up to 32 with fp8_ds_mla and nvfp4_352 rows. Operands
+// are swapped: tokens are the 64 rows of wgmma and heads its columns, so that few heads fill the instruction.
 //
 //   scores  S^T [64 tokens x heads] = K [64 x 576] Q^T     (or 512)
 //   values  O^T [512 dims x heads] += V^T [512 x 64] P^T
 //
 // Two consumer warpgroups take every other tile each, with a softmax and accumulators of their own. They wait for each
 // other only at the end of a token, where their results are added in a reduction buffer (the memory of the token's last
-// tile). If the token is split, its partial results are then combined (split_tokens.cuh). Eight producer warps load
-// rows. The layout of rows and their products depend on the cache's format: fp8_rows.cuh, plain_rows.cuh.
+// tile, or its own if a tile is too small). If the token is split, its partial results are then combined
+// (split_tokens.cuh). Eight producer warps load rows. The layout of rows and their products depend on the cache's
+// format: fp8_rows.cuh, nvfp4_rows.cuh, plain_rows.cuh.
 //
 //   load     | rows of i + 4 ...
 //   group 0  | scores i, softmax i, values i | scores i + 2, ...
@@ -205,7 +206,7 @@ struct Consumer {
     sync_named<kGroupThreads>(group_barrier(group));
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      if (round > 0) wait_for_reduction_empty(first + round, 1);
+      wait_for_reduction_empty(first + round, 1);
 #pragma unroll
       for (int c = round * kRoundColumns; c < (round + 1) * kRoundColumns; ++c) store_column(c, stage);
       arrive_as_warp(s.reduction_full[(first + round) % 2]);
@@ -466,13 +467,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   const int head_begin = blockIdx.x * kHeads;
   const int warp = warp_of_cta(), lane = threadIdx.x % 32;
   if (warp < kConsumerWarps) {
-    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();
+    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kRows, kHeads>>();
     pdl_wait();
     pdl_launch_dependents();
     Consumer<kRows, kHeads, kForm> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
     consumer.run(CtaWork(p, blockIdx.y, kTileTokens));
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kHeads>>();
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kRows, kHeads>>();
     pdl_wait();
     Own::template produce<kForm == Form::dense>(p, s, head_begin, warp - kConsumerWarps, lane);
   }

@@ -35,9 +35,12 @@ KernelEntry entry(const char* name) {
 
 void swap_ab_attention(const AttentionProblem& p, const Launch& launch, void* stream) {
   if (launch.heads_per_cta > 16) {
-    sm90::with_form_of(p, std::integral_constant<Rows, Rows::fp8_ds_mla>{}, [&](auto rows, auto form) {
+    const auto start = [&](auto rows, auto form) {
       run(attention_kernel<rows.value, 32, form.value>, kSharedBytes<rows.value, 32>, p, launch, stream);
-    });
+    };
+    sm90::rows_of(p) == Rows::nvfp4_352
+        ? sm90::with_form_of(p, std::integral_constant<Rows, Rows::nvfp4_352>{}, start)
+        : sm90::with_form_of(p, std::integral_constant<Rows, Rows::fp8_ds_mla>{}, start);
     return combine_split_tokens(p, false, stream);
   }
   sm90::with_kernel_of(p, [&](auto rows, auto form) {
@@ -104,6 +107,15 @@ MLA_KERNELS {
       entry<Rows::fp8_tensor_576, 16, Form::sparse_max_logits>(
           "sparse_attention sm90, 16 heads, fp8_tensor_576, max logits"),
       entry<Rows::fp8_tensor_576, 16, Form::dense>("dense_attention sm90, 16 heads, fp8_tensor_576"),
+      entry<Rows::nvfp4_352, 8, Form::sparse>("sparse_attention sm90, 8 heads, nvfp4_352"),
+      entry<Rows::nvfp4_352, 8, Form::sparse_max_logits>("sparse_attention sm90, 8 heads, nvfp4_352, max logits"),
+      entry<Rows::nvfp4_352, 8, Form::dense>("dense_attention sm90, 8 heads, nvfp4_352"),
+      entry<Rows::nvfp4_352, 16, Form::sparse>("sparse_attention sm90, 16 heads, nvfp4_352"),
+      entry<Rows::nvfp4_352, 16, Form::sparse_max_logits>("sparse_attention sm90, 16 heads, nvfp4_352, max logits"),
+      entry<Rows::nvfp4_352, 16, Form::dense>("dense_attention sm90, 16 heads, nvfp4_352"),
+      entry<Rows::nvfp4_352, 32, Form::sparse>("sparse_attention sm90, 32 heads, nvfp4_352"),
+      entry<Rows::nvfp4_352, 32, Form::sparse_max_logits>("sparse_attention sm90, 32 heads, nvfp4_352, max logits"),
+      entry<Rows::nvfp4_352, 32, Form::dense>("dense_attention sm90, 32 heads, nvfp4_352"),
       entry<Rows::any_512, 8, Form::sparse>("sparse_attention sm90, 8 heads, rows of 512"),
       entry<Rows::any_512, 8, Form::sparse_max_logits>("sparse_attention sm90, 8 heads, rows of 512, max logits"),
       entry<Rows::any_512, 8, Form::dense>("dense_attention sm90, 8 heads, rows of 512"),

@@ -6,6 +6,7 @@
 
 #include "cuda/attention/sm90/convert_rows.cuh"
 #include "cuda/attention/sm90/queries.cuh"
+#include "cuda/attention/sm90/swap_ab/reduction.h"
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/wgmma.cuh"
@@ -83,7 +84,7 @@ struct PlainRows {
 
   // A head's row in the reduction buffer. With kReductionStride, a warp's accesses (eight dims of every other head of
   // eight) lie in different banks.
-  static __device__ int reduction_row(int head) { return head; }
+  static __device__ int reduction_row(int head) { return head % kReductionHeads<kHeads>; }
   // A lane has two dims of each block, 8 apart.
   static constexpr int kLaneDims = 2 * kLatentBlocks;
   __device__ int dim(int i) const { return i / 2 * kBlockDims + warp * 16 + lane / 4 + 8 * swapped(i / 2, i % 2); }
@@ -113,14 +114,13 @@ struct PlainRows {
     const auto early = EarlySlot::unless<kPaged>(cta, 0, at);
     wait_for_cluster();
     int tokens = 1;
-    const auto begin_token = [&](int token, int tile) {
-      if (tile == 0) return;
+    const auto begin_token = [&](int token) {
       produce_queries(p, s, 0, token, head_begin, warp, lane, [&] { wait(s.q_empty[0], tokens % 2 ^ 1); });
       ++tokens;
     };
     if constexpr (is_converted(kRows)) {
-      produce_converted<kRows, kPaged>(cta, s.rows.tiles, s.rows.valid, s.full, s.empty, warp, lane, early,
-                                       begin_token);
+      produce_converted<kRows, kPaged, 1>(cta, s.rows.tiles, s.rows.valid, s.full, s.empty, warp, lane, early,
+                                          begin_token);
     } else {
       TileCursor cursor(cta);
       TileRequest<kPaged> next(cursor, at, 1, early);
@@ -133,7 +133,7 @@ struct PlainRows {
         RowCopier::copy<kBlocks>(s.rows.tiles[stage], s.rows.valid[stage], cache, row, p.row_unit, warp, lane);
         arrive_when_copied(s.full[stage]);
         arrive_as_warp(s.full[stage]);
-        if (token != next.kSameToken) begin_token(token, tile);
+        if (token != next.kSameToken && tile > 0) begin_token(token);
       }
     }
   }

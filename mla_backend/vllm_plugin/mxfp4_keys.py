@@ -1,0 +1,60 @@
+"""Index keys in MXFP4, for `indexer_kv_dtype` mxfp4. vLLM has them for DeepSeek-V4 on Blackwell alone. Here the cache
+of keys of models like DeepSeek-V3.2 becomes 68 bytes a token, and our op writes it."""
+
+import functools
+import importlib
+import inspect
+import sys
+from typing import Any
+
+import torch
+
+from mla_backend.keys import KEY_FORMATS, write_keys
+from mla_backend.vllm_plugin import replacements
+
+KEYS = KEY_FORMATS["mxfp4_68"]
+ARGUMENTS = "slot_mapping", "indexer_slot_mapping", "indexer_k_cache", "index_k_out"
+"""What we ask of vLLM's fused kernel, whose others differ between versions."""
+
+
+def asked(vllm_config: Any) -> bool:
+    resolve = getattr(vllm_config.attention_config, "resolve_indexer_kv_dtype", None)  # new in vLLM 0.33
+    return resolve is not None and resolve("fp8") == "mxfp4"
+
+
+def install() -> None:
+    """Makes vLLM's models keep such keys. Each process that builds a model calls it, some more than once."""
+    cache = importlib.import_module("vllm.model_executor.models.deepseek_v2").DeepseekV32IndexerCache
+    if replacements.is_ours(make_theirs := cache.__init__):
+        return
+
+    def make(self: Any, head_dim: int, *args: Any, **kwargs: Any) -> None:
+        make_theirs(self, KEYS.width if head_dim == KEY_FORMATS["fp8"].width else head_dim, *args, **kwargs)
+
+    cache.__init__ = replacements.instead_of(make_theirs, make)
+    builder = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
+    builder.dsa_indexer_uses_fp4 = lambda vllm_config: False  # metadata are those of FP8 keys; it refuses Hopper
+    if (model := sys.modules.get(replacements.V32_ATTENTION)) is not None:
+        write_in(model)
+
+
+def write_in(model: Any) -> None:
+    """Has our op write the keys that the fused kernel of vLLM's DeepSeek-V3.2 would."""
+    theirs = model.fused_norm_rope
+    by_name = replacements.by_name(theirs)
+    if missing := {"index_k", *ARGUMENTS} - inspect.signature(theirs).parameters.keys():
+        raise ValueError(f"indexer_kv_dtype: fused_norm_rope of this vLLM has no {', '.join(missing)}. Leave it out.")
+
+    @functools.wraps(theirs)
+    def fused_norm_rope(*args: Any, **kwargs: Any) -> Any:
+        given = by_name(*args, **kwargs)
+        cache = given["indexer_k_cache"]
+        if cache is None or cache.shape[-1] != KEYS.width:
+            return theirs(*args, **kwargs)
+        keys = torch.empty(given["index_k"].shape, dtype=given["index_k"].dtype, device=cache.device)
+        q = theirs(**given | {"indexer_k_cache": None, "index_k_out": keys})
+        slots = given["slot_mapping"] if given["indexer_slot_mapping"] is None else given["indexer_slot_mapping"]
+        write_keys(keys[: slots.numel()], cache, slots.flatten())
+        return q
+
+    model.fused_norm_rope = fused_norm_rope
