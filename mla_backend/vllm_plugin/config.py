@@ -7,10 +7,9 @@ import torch
 
 from mla_backend import tried_versions
 from mla_backend.arguments import dtype_name
-from mla_backend.vllm_plugin import host_tier, products, replacements, selection, sharing, versions
+from mla_backend.vllm_plugin import host_tier, products, replacements, selection, sharing, staging, versions
 from mla_backend.vllm_plugin.models import SERVED, V41, has_v4_attention, is_draft, is_served, v4_family, why_not
 from mla_backend.vllm_plugin.selection import WORKERS
-from mla_backend.vllm_plugin.staging import OPTION, asked_rows
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -203,6 +202,7 @@ def _features(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
         or _drafts(vllm_config)
         or _cache(name, vllm_config, on_cpu)
         or _sleep(vllm_config)
+        or _unknown(vllm_config)
         or _staging(vllm_config)
         or products.why_not(vllm_config, _has_fp8_rows(vllm_config))
         or _selection(name, vllm_config, on_cpu)
@@ -266,11 +266,18 @@ def _has_fp8_rows(vllm_config: "VllmConfig") -> bool:
     return vllm_config.cache_config.cache_dtype.startswith("fp8") or has_v4_attention(vllm_config.model_config)
 
 
+def _unknown(vllm_config: "VllmConfig") -> str | None:
+    given, known = getattr(vllm_config, "additional_config", None), (products, selection, sharing, staging)
+    names = [subject.OPTION for subject in known]
+    wrong = [key for key in given if key.startswith("mla_") and key not in names] if isinstance(given, dict) else []
+    return f"knows {', '.join(names)} in --additional-config; got {wrong[0]}." if wrong else None
+
+
 def _staging(vllm_config: "VllmConfig") -> str | None:
-    rows = asked_rows(vllm_config)
+    rows = staging.asked_rows(vllm_config)
     if isinstance(rows, int) and not isinstance(rows, bool) and rows >= 0:
         return None
-    return f"{OPTION} in --additional-config must be a number of rows, or 0 to stage none; got {rows!r}."
+    return f"{staging.OPTION} in --additional-config must be a number of rows, or 0 to stage none; got {rows!r}."
 
 
 def _selection(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:

@@ -371,7 +371,12 @@ def _models_measured(reports: Sequence[Report], entries: Sequence[Entry], paired
         told.append("ratios of interleaved pairs, with 95 % confidence intervals")
     said, machines = (first.get("settings") or {}).get("kv_cache_dtype"), dict.fromkeys(map(file.machine, about))
     caches = dict.fromkeys(str(entry.get("kv_cache_dtype", said)) for entry in entries)
-    parts = [f"{layers} layers with {experts} experts", f"{' or '.join(caches)} cache", " or ".join(machines)]
+    dense = all(m.get("layers", 0) == m.get("dense_layers") for m in models)
+    parts = [
+        f"{layers} layers {'without' if dense else f'with {experts}'} experts",
+        f"{' or '.join(caches)} cache",
+        " or ".join(machines),
+    ]
     parts += [f"torch {first['torch']['version']}", file.engine(first), *dict.fromkeys(map(file.when, about))]
     return f"{'; '.join(told)}. {', '.join(parts)}."
 

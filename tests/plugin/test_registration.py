@@ -210,6 +210,7 @@ def test_a_model_without_mla_may_draft(sparse, tmp_path):
         (dict(attention_backend="FLASHMLA_SPARSE"), r"FLASHMLA_SPARSE .* on a CPU.* SPARSE_MLA"),
         (dict(attention_backend="TORCH_SDPA"), r"TORCH_SDPA .* on a CPU.* SPARSE_MLA"),
         (dict(data_parallel_size=2), r"no data parallelism .* on a CPU. Leave out"),
+        (dict(additional_config={"mla_productz": "fp8"}), r"knows mla_products, .*; got mla_productz"),
         (dict(additional_config={"mla_products": "fast"}), r"mla_products .* must be one of exact, fp8; got 'fast'"),
         (dict(additional_config={"mla_products": "fp8"}), r"mla_products .* for FP8 rows.* Use --kv-cache-dtype fp8,"),
         (dict(compilation_config={"custom_ops": ["+rotary_embedding"]}), r"Leave \+rotary_embedding out"),

@@ -49,6 +49,7 @@ struct Fp8Rows : RawRows<Fp8Rows<kRows, kHeads>, kHeads> {
 
     __device__ void* reduction_buffer(int stage) { return &stages[stage]; }
   };
+  static constexpr bool kReducesInTile = true;
 
   // f16 may not hold a scale. So a token's scales are divided by a power of two above the largest one, and its P
   // is multiplied by it.

@@ -206,7 +206,7 @@ struct Consumer {
     sync_named<kGroupThreads>(group_barrier(group));
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
-      wait_for_reduction_empty(first + round, 1);
+      if (!Own::kReducesInTile || round > 0) wait_for_reduction_empty(first + round, 1);
 #pragma unroll
       for (int c = round * kRoundColumns; c < (round + 1) * kRoundColumns; ++c) store_column(c, stage);
       arrive_as_warp(s.reduction_full[(first + round) % 2]);

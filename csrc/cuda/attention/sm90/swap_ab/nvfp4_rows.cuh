@@ -110,6 +110,7 @@ struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
 
     __device__ void* reduction_buffer(int) { return reduction; }
   };
+  static constexpr bool kReducesInTile = false;  // a tile is too small
 
   // The first bytes of the next product with values.
   uint2 fp4[4];

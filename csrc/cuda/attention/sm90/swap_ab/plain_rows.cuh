@@ -29,6 +29,7 @@ struct PlainRows {
 
     __device__ void* reduction_buffer(int stage) { return tiles[stage]; }
   };
+  static constexpr bool kReducesInTile = true;
 
   const int warp, lane;  // warp of the warpgroup
 
