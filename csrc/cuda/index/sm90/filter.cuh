@@ -548,6 +548,9 @@ struct Filter {
             if (list.join(score, there, least, first_key)) list.look(token, p.topk);
           }
           step += tiles;
+          // Stretches alternate within a run, slots of the ring over all runs. After an odd run a warp would wait for
+          // a slot whose last phase another warp has seen.
+          if constexpr (kMx && kTokens == 2) sync_lists();
           if (length > 0) end = list.end(token, p.topk);
         },
         [&](int32_t group, bool has_first, bool has_last) {
