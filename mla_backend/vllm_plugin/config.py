@@ -7,7 +7,7 @@ import torch
 
 from mla_backend import tried_versions
 from mla_backend.arguments import dtype_name
-from mla_backend.vllm_plugin import host_tier, products, replacements, selection, sharing, staging, versions
+from mla_backend.vllm_plugin import host_tier, mxfp4_keys, products, replacements, selection, sharing, staging, versions
 from mla_backend.vllm_plugin.models import SERVED, V41, has_v4_attention, is_draft, is_served, v4_family, why_not
 from mla_backend.vllm_plugin.selection import WORKERS
 
@@ -83,8 +83,9 @@ def settle(vllm_config: "VllmConfig") -> None:
         vllm_config.parallel_config.worker_cls = WORKERS[1]
     if name == versions.SPARSE and not current_platform.is_cpu() and selection.is_on(vllm_config):
         if selection.asked(vllm_config) is None:
-            told = "%s selects tokens with select_tokens, as %s. --additional-config '{\"%s\": false}' turns it off."
-            versions.logger().info_once(told, name, selection.why_by_default(vllm_config), selection.OPTION)
+            told, why = "%s selects tokens with select_tokens, as %s.%s", selection.why_by_default(vllm_config)
+            off = f" --additional-config '{{\"{selection.OPTION}\": false}}' turns it off."
+            versions.logger().info_once(told, name, why, "" if mxfp4_keys.asked(vllm_config) else off)
         vllm_config.parallel_config.worker_cls = WORKERS[1]
         selection.split_graphs(vllm_config.compilation_config)
     if name == versions.SPARSE and not current_platform.is_cpu() and sharing.is_on(vllm_config):
@@ -281,7 +282,13 @@ def _staging(vllm_config: "VllmConfig") -> str | None:
 
 
 def _selection(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
-    return _switch(selection, name, vllm_config, on_cpu, "vLLM's own indexer selects")
+    if (reason := _switch(selection, name, vllm_config, on_cpu, "vLLM's own indexer selects")) is not None:
+        return reason
+    ours = name == versions.SPARSE and not on_cpu and not has_v4_attention(vllm_config.model_config)
+    if not ours or not mxfp4_keys.asked(vllm_config) or selection.is_on(vllm_config):
+        return None
+    why = selection.why_not(vllm_config) or "is off"
+    return f"indexer_kv_dtype mxfp4 needs {selection.OPTION}, which {why}. Or leave out indexer_kv_dtype."
 
 
 def _sharing(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:

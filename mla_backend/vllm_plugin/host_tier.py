@@ -53,6 +53,8 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
     if has_v4_attention(vllm_config.model_config):
         family = v4_family(vllm_config.model_config)
         return f"vLLM keeps no rows of {family.models} on the host. Leave out HiSparseConnector."
+    if vllm_config.cache_config.cache_dtype == "nvfp4_ds_mla":
+        return "HiSparse of vLLM has no nvfp4_ds_mla rows. Use --kv-cache-dtype fp8, or leave out HiSparseConnector."
     if (change := signatures.change(KNOWN, "this vLLM")) is not None:
         return f"HiSparse of another vLLM is supported: {change}. Install vllm 0.33, or leave out HiSparseConnector."
     from vllm.v1.hisparse.layout import get_hisparse_host_pool_bytes

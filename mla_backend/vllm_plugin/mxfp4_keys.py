@@ -18,22 +18,28 @@ ARGUMENTS = "slot_mapping", "indexer_slot_mapping", "indexer_k_cache", "index_k_
 
 
 def asked(vllm_config: Any) -> bool:
-    resolve = getattr(vllm_config.attention_config, "resolve_indexer_kv_dtype", None)  # new in vLLM 0.33
+    resolve = getattr(vllm_config.attention_config, "resolve_indexer_kv_dtype", None)  # 0.23 has none
     return resolve is not None and resolve("fp8") == "mxfp4"
 
 
 def install() -> None:
-    """Makes vLLM's models keep such keys. Each process that builds a model calls it, some more than once."""
+    """Makes vLLM's models keep such keys where asked for, as a process may have several engines. Each process that
+    builds a model calls it, some more than once."""
+    from vllm.config import get_current_vllm_config
+
     cache = importlib.import_module("vllm.model_executor.models.deepseek_v2").DeepseekV32IndexerCache
     if replacements.is_ours(make_theirs := cache.__init__):
         return
 
     def make(self: Any, head_dim: int, *args: Any, **kwargs: Any) -> None:
-        make_theirs(self, KEYS.width if head_dim == KEY_FORMATS["fp8"].width else head_dim, *args, **kwargs)
+        ours = head_dim == KEY_FORMATS["fp8"].width and asked(get_current_vllm_config())
+        make_theirs(self, KEYS.width if ours else head_dim, *args, **kwargs)
 
     cache.__init__ = replacements.instead_of(make_theirs, make)
     builder = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
-    builder.dsa_indexer_uses_fp4 = lambda vllm_config: False  # metadata are those of FP8 keys; it refuses Hopper
+    uses_fp4 = builder.dsa_indexer_uses_fp4
+    # metadata are those of FP8 keys; it refuses Hopper
+    builder.dsa_indexer_uses_fp4 = lambda vllm_config: not asked(vllm_config) and uses_fp4(vllm_config)
     if (model := sys.modules.get(replacements.V32_ATTENTION)) is not None:
         write_in(model)
 

@@ -117,6 +117,7 @@ MXFP4_KEYS = Replacement(
         "vllm.v1.attention.backends.mla.indexer:dsa_indexer_uses_fp4": ("vllm_config",),
     },
     "indexer_kv_dtype mxfp4 is vLLM's own, which needs Blackwell",
+    on="any device",
 )
 ALL = (CONFIG, ROTATE, SPLIT, V4, V41, SELECT, SHARE, MXFP4_KEYS, CPU_INDEXER)
 

@@ -268,6 +268,8 @@ def throughput_versus(*reports: Report, loads: str | None = None, against: str |
     names = dict.fromkeys(entry["backend"] for report in reports for entry in report["results"])
     ours, others = ([name for name in names if runs.is_ours(name) == mine] for mine in (True, False))
     others = [name for name in others if against in (None, name)]
+    if against and not others:
+        raise ValueError(f"against: no file has {against}; they have {', '.join(names)}")
     if not ours or len(others) != 1:
         raise ValueError(f"the files must have ours and one other backend; they have {', '.join(names)}")
     wanted = loads.split(",") if loads is not None else []

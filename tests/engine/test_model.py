@@ -167,9 +167,9 @@ def test_wrong_arguments_are_named(checkpoints):
         TokenBatch(table, slots, [1], [2], at)
     with pytest.raises(ValueError, match="context_lengths must be 1 numbers"):
         TokenBatch(table, slots, [2], [1], at)
-    with pytest.raises(ValueError, match="latent must be one of bf16, fp8_ds_mla, fp32; got 'fp8'"):
+    with pytest.raises(ValueError, match="latent must be one of bf16, fp8_ds_mla, nvfp4_352, fp32; got 'fp8'"):
         new_caches(model.config, 1, latent="fp8")
-    with pytest.raises(ValueError, match="keys must be one of bf16, fp8, fp32; got 'int8'"):
+    with pytest.raises(ValueError, match="keys must be one of bf16, fp8, mxfp4_68, fp32; got 'int8'"):
         new_caches(model.config, 1, keys="int8")
     caches = new_caches(model.config, 1)
     batch = TokenBatch(table, slots, [2], [2], at)

@@ -108,6 +108,7 @@ def config(monkeypatch, host_gib: float, memory_gib: float = 100.0, **text):
     given = config_with(
         attention=dict(hisparse_config=object()),
         kv_transfer=dict(kv_connector="HiSparseConnector", kv_connector_extra_config=extra),
+        cache=dict(cache_dtype="fp8_ds_mla"),
         model=dict(hf_text_config=SimpleNamespace(model_type="deepseek_v32", **text), architectures=["Deepseek"]),
     )
     given.model_config.hf_config = given.model_config.hf_text_config
@@ -126,7 +127,10 @@ def test_other_models_and_another_hisparse_are_refused(monkeypatch):
     assert "no rows of DeepSeek-V4 on the host. Leave out" in host_tier.why_not(config(monkeypatch, 64))
     monkeypatch.undo()
     here = config(monkeypatch, 64)
+    here.cache_config.cache_dtype = "nvfp4_ds_mla"
+    assert "no nvfp4_ds_mla rows. Use --kv-cache-dtype fp8" in host_tier.why_not(here)
     monkeypatch.setattr(host_tier.signatures, "change", lambda *_: "this vLLM has no such thing")
+    here.cache_config.cache_dtype = "fp8_ds_mla"
     assert "Install vllm 0.33, or leave out" in host_tier.why_not(here)
     here.attention_config.hisparse_config = None
     assert host_tier.why_not(here) is None
