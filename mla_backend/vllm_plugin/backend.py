@@ -26,7 +26,7 @@ from mla_backend.vllm_plugin.beginnings import (
     longest_masked,
     masked,
 )
-from mla_backend.vllm_plugin.config import CACHE_DTYPES, NVFP4, ONE_SCALE
+from mla_backend.vllm_plugin.config import CACHE_DTYPES, ONE_SCALE
 from mla_backend.vllm_plugin.host_tier import HostTier, Place
 from mla_backend.vllm_plugin.models import LATENT, ROPE
 from mla_backend.vllm_plugin.staging import VISITS, StagedRequests, requests_to_stage, room_for_rows
@@ -37,7 +37,7 @@ SHORT_EXTEND = 128
 """A request with up to this many tokens in a step counts as decode. Of longer ones a prompt's first top-k tokens run as
 dense attention, which is cheaper, but has to expand keys and values for every head first."""
 
-PACKED_ROWS = {"fp8_ds_mla": "fp8_ds_mla", NVFP4: "nvfp4_352"}
+PACKED_ROWS = {"fp8_ds_mla": "fp8_ds_mla", versions.NVFP4: "nvfp4_352"}
 """--kv-cache-dtype and format where it alone says how wide rows are."""
 
 
@@ -303,7 +303,9 @@ class SparseMLALayer(LayerBase):
         # Dense attention for short prefills needs one of vLLM's GPU kernels. It gathers rows into rows of the model's
         # width, which those of fp8_ds_mla have only in models with rope, and knows no sinks and no nvfp4_ds_mla rows.
         # Whether vLLM uses it depends on the longest prefill of a step.
-        no_rows = self.kv_cache_dtype == NVFP4 or (self.kv_cache_dtype == "fp8_ds_mla" and self.head_size == LATENT)
+        no_rows = self.kv_cache_dtype == versions.NVFP4 or (
+            self.kv_cache_dtype == "fp8_ds_mla" and self.head_size == LATENT
+        )
         no_dense = _on_cpu() or no_rows or sinks is not None or envs.VLLM_BATCH_INVARIANT
         # With HiSparse vLLM plans how rows come from the host only where it might, but then never does.
         self.supports_dense_mha_prefill = has_host_tier or not no_dense
@@ -324,7 +326,7 @@ class SparseMLALayer(LayerBase):
         if not _on_cpu():
             versions.register_warmup()
             versions.rotate_queries_if_possible()
-            if self.kv_cache_dtype == NVFP4:
+            if self.kv_cache_dtype == versions.NVFP4:
                 versions.write_nvfp4_rows()
 
     def do_kv_cache_update(

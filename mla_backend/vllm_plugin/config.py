@@ -14,8 +14,6 @@ from mla_backend.vllm_plugin.selection import WORKERS
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-NVFP4 = "nvfp4_ds_mla"
-"""vLLM's name of nvfp4_352 rows."""
 CACHE_DTYPES = {
     versions.SPARSE: {
         "auto": "auto",
@@ -23,7 +21,7 @@ CACHE_DTYPES = {
         "fp8": "fp8_ds_mla",
         "fp8_e4m3": "fp8_ds_mla",
         "fp8_ds_mla": "fp8_ds_mla",
-        NVFP4: NVFP4,
+        versions.NVFP4: versions.NVFP4,
     },
     versions.DENSE: {name: name for name in ("auto", "bfloat16", "fp8", "fp8_e4m3")},
 }
@@ -182,9 +180,9 @@ def _dtype(model_config: "ModelConfig", on_cpu: bool) -> str | None:
 
 def _cache_dtype(name: str, vllm_config: "VllmConfig") -> str | None:
     given = vllm_config.cache_config.cache_dtype
-    refused = {"bfloat16", NVFP4} if has_v4_attention(vllm_config.model_config) else set()
+    refused = {"bfloat16", versions.NVFP4} if has_v4_attention(vllm_config.model_config) else set()
     if not versions.since_0_32() or getattr(vllm_config.model_config.hf_text_config, "qk_rope_head_dim", None) == 0:
-        refused.add(NVFP4)  # rows whose rope is missing or that vLLM does not know
+        refused.add(versions.NVFP4)  # rows whose rope is missing or that vLLM does not know
     accepted = [dtype for dtype in CACHE_DTYPES[name] if dtype not in refused]
     if given in accepted:
         return None

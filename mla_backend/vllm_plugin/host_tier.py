@@ -16,6 +16,7 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend import signatures
+from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.models import has_v4_attention, v4_family
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
     if has_v4_attention(vllm_config.model_config):
         family = v4_family(vllm_config.model_config)
         return f"vLLM keeps no rows of {family.models} on the host. Leave out HiSparseConnector."
-    if vllm_config.cache_config.cache_dtype == "nvfp4_ds_mla":
+    if vllm_config.cache_config.cache_dtype == versions.NVFP4:
         return "HiSparse of vLLM has no nvfp4_ds_mla rows. Use --kv-cache-dtype fp8, or leave out HiSparseConnector."
     if (change := signatures.change(KNOWN, "this vLLM")) is not None:
         return f"HiSparse of another vLLM is supported: {change}. Install vllm 0.33, or leave out HiSparseConnector."

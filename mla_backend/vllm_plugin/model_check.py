@@ -20,7 +20,7 @@ TEXT_CONFIGS = ("text_config", "language_config", "llm_config")
 BLOCK = 64
 """Tokens in a block of the cache."""
 ROWS = {
-    (versions.SPARSE, True): {"fp8": "fp8_ds_mla", "auto": "bf16", "nvfp4_ds_mla": "nvfp4_352"},
+    (versions.SPARSE, True): {"fp8": "fp8_ds_mla", "auto": "bf16", versions.NVFP4: "nvfp4_352"},
     (versions.SPARSE, False): {"fp8": "fp8_tensor_512", "auto": "bf16_512"},
     (versions.DENSE, True): {"fp8": "fp8_tensor_576", "auto": "bf16"},
 }

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SPARSE, DENSE = "SPARSE_MLA", "DENSE_MLA"
+NVFP4 = "nvfp4_ds_mla"  # what vLLM calls nvfp4_352 rows
 CLASS_PATHS = {
     SPARSE: "mla_backend.vllm_plugin.backend.SparseMLABackend",
     DENSE: "mla_backend.vllm_plugin.dense_backend.DenseMLABackend",
@@ -316,7 +317,7 @@ def write_nvfp4_rows() -> None:
     def fused_norm_rope(*args: Any, **kwargs: Any) -> Any:
         given = by_name(*args, **kwargs)
         cache = given["mla_kv_cache"]
-        if cache is None or given["mla_kv_cache_dtype"] != "nvfp4_ds_mla":
+        if cache is None or given["mla_kv_cache_dtype"] != NVFP4:
             return inherited(*args, **kwargs)
         q = inherited(**given | {"mla_kv_cache": None, "mla_kv_cache_dtype": "auto"})
         slots = given["slot_mapping"].flatten()
