@@ -384,7 +384,8 @@ struct Finisher {
   __device__ void choose() {
     load_lists();
     const Cut cut = find_cut();
-    const int32_t each = (candidates + kThreads - 1) / kThreads;
+    // An odd number: the threads' candidates lie in different banks.
+    const int32_t each = (candidates + kThreads - 1) / kThreads | 1;
     const int32_t begin = min(static_cast<int32_t>(threadIdx.x) * each, candidates),
                   end = min(begin + each, candidates);
     uint32_t own = 0, total;
