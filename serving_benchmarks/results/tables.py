@@ -12,10 +12,10 @@ from serving_benchmarks.results.file import Report, microseconds, page
 
 Entry = dict[str, Any]
 ROOFLINE = (
-    "Roofline: the longest of math, memory and L2 time at measured rates, memory's for FP8 rows. BF16 rows, gathered "
-    "faster, may pass 100%."
+    "Roofline: the longest of math, memory and L2 time at measured rates. Memory's is that of FP8 rows; BF16 rows may "
+    "pass 100%."
 )
-IN_SITU = "Between GEMMs: the time that a launch adds after a GEMM that reads 103 MB of weights."
+IN_SITU = "Between GEMMs: time added when the kernel follows a GEMM that reads 103 MB of weights."
 PEERS = {
     "ours_fp8": "mla-backend, FP8 products",
     "flashmla_fp8": "FlashMLA FP8",
@@ -87,6 +87,14 @@ def share_of_floor(result: Entry) -> float:
     return max(result["floor_seconds"].values()) / result["seconds"]["ours"]["median"]
 
 
+def cases_page(headings: Sequence[str], rows: Sequence[Sequence[str]], note: str, labels: int) -> str:
+    """A table whose first columns, `labels`, describe a case. The note has those in which all rows are the same."""
+    same = [i for i in range(labels) if len(rows) > 1 and len({row[i] for row in rows}) == 1]
+    shown = [i for i in range(len(headings)) if i not in same]
+    told = f"All: {', '.join(f'{headings[i]} {rows[0][i]}' for i in same)}. " if same else ""
+    return page([headings[i] for i in shown], [[row[i] for i in shown] for row in rows], told + note)
+
+
 def kernel_line(entry: Entry) -> str:
     """What was measured of a case, for a terminal."""
     ours, best = entry["seconds"]["ours"], entry["best_peer"]
@@ -113,7 +121,7 @@ def kernels(report: Report) -> str:
         rows.append([*row, *[_time_and_ratio(result["in_situ"]) if "in_situ" in result else "-"] * situ])
     note = f"{_kernels_measured(report)} {ROOFLINE}"
     note += f" {IN_SITU} In brackets: the best baseline's time over ours." * situ
-    return page([*headings, *["between GEMMs"] * situ], rows, note)
+    return cases_page([*headings, *["between GEMMs"] * situ], rows, note, labels=4)
 
 
 def fp8_products(report: Report) -> str:
@@ -128,7 +136,7 @@ def fp8_products(report: Report) -> str:
         ratios = best / times["ours"], best / times["ours_fp8"], rounds / times["ours_fp8"]
         row = [str(result["case"][name]) for name in ("batch", "heads", "topk", "format")]
         rows.append([*row, *map(microseconds, cells), *(f"{ratio:.2f}" for ratio in ratios)])
-    return page(headings, rows, _kernels_measured(report))
+    return cases_page(headings, rows, _kernels_measured(report), labels=4)
 
 
 def dense(report: Report) -> str:
@@ -137,7 +145,7 @@ def dense(report: Report) -> str:
     titles = _titles(results)
     headings = ["batch", "heads", "cache", "mla-backend", *titles, "best baseline over ours"]
     rows = [[*(str(one["case"][n]) for n in ("batch", "heads", "format")), *_versus(one, titles)] for one in results]
-    return page(headings, rows, _kernels_measured(report, lists=""))
+    return cases_page(headings, rows, _kernels_measured(report, lists=""), labels=3)
 
 
 def _versus(result: Entry, titles: Sequence[str]) -> list[str]:
@@ -169,7 +177,7 @@ def rows(report: Report) -> str:
     headings = ["case", "rows", "list", "heads", *map(str, columns), "TB/s"]
     best = {peer_title(one["best_peer"]) for of in lines.values() for one in of.values() if one["best_peer"]}
     note = f" In brackets: the time of the best, {' or '.join(sorted(best))}, over ours. TB/s: with the most requests."
-    return page(headings, cells, _kernels_measured(report) + note)
+    return cases_page(headings, cells, _kernels_measured(report) + note, labels=4)
 
 
 def _time_and_ratio(result: Entry) -> str:
@@ -194,7 +202,7 @@ def backward(*reports: Report) -> str:
         rows.append([*row, *(versus.get(title, "-") for title in titles)])
     how = "Medians of whole backwards, interleaved, in ms. In brackets: the baseline's time over ours."
     headings = ["lists", "rows", "heads", "mla-backend", "atomic", *titles]
-    return page(headings, rows, _measured_with(how, reports))
+    return cases_page(headings, rows, _measured_with(how, reports), labels=3)
 
 
 def _kernels_measured(report: Report, lists: str = "; random lists") -> str:
@@ -222,7 +230,7 @@ def of_models(measured: Sequence[tuple[dict[str, Any], Entry]]) -> tuple[list[st
     on_gpus = any(about.get("gpus") for about, _ in measured)
     machine, part = ("GPUs", "per GPU") if on_gpus else ("machine", "per process")
     headings = ["heads", machine, "tokens", "load", "backend", "output tokens/s", part, "per user", *LATENCIES]
-    headings += ["over the first", "start, s", "GB of the fullest GPU", "tokens in the cache"]
+    headings += ["over the first", "start, s", "GB of the fullest GPU", "tokens that fit"]
     rows = []
     for about, entry in measured:
         case, cache, memory = entry["case"], entry.get("cache") or {}, entry.get("gpu_memory_bytes")
@@ -255,7 +263,8 @@ def whole_models(*reports: Report) -> str:
     counts = ", ".join(map(str, sorted({entry["case"]["num_prompts"] for entry in entries})))
     told = f"{asked}; {counts} requests. {_models_measured(reports, entries)}"
     gaps = dict.fromkeys(about["inter_token_latency"] for about, _ in measured if about.get("inter_token_latency"))
-    return page(*of_models(measured), told + "".join(f" Inter-token latency: {note}." for note in gaps))
+    told += "".join(f" Inter-token latency: {note}." for note in gaps)
+    return cases_page(*of_models(measured), told, labels=4)
 
 
 def throughput_versus(*reports: Report, loads: str | None = None, against: str | None = None) -> str:
@@ -399,7 +408,7 @@ def checkpoint(*reports: Report) -> str:
                 continue
             seen.add(entry["way"])
             row = ["vLLM" if entry["engine"] == "vllm" else "embedded", entry.get("backend") or "-"]
-            row += [entry["cache"].upper(), *["without CUDA graphs" if entry["eager"] else "CUDA graphs"] * on_gpus]
+            row += [entry["cache"], *["without CUDA graphs" if entry["eager"] else "CUDA graphs"] * on_gpus]
             row += [str(entry["drafts"] or "-"), f"{entry['gpus']}{', DCP' if entry.get('context_parallel') else ''}"]
             row.append("-" if entry["right"] is None else f"{entry['right']} of {entry['asked']}")
             equal = ("answers_equal", "texts_equal")
