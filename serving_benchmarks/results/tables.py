@@ -7,15 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from serving_benchmarks.results import file, kernel_times, runs
+from serving_benchmarks.results import file, runs
 from serving_benchmarks.results.file import Report, microseconds, page
 
 Entry = dict[str, Any]
-ROOFLINE = (
-    "Roofline: the longest of math, memory and L2 time at measured rates. Memory's is that of FP8 rows; BF16 rows may "
-    "pass 100%."
-)
-IN_SITU = "Between GEMMs: time added when the kernel follows a GEMM that reads 103 MB of weights."
+ROOFLINE = "Roofline: the longest of math, L2 and memory time at measured rates, of FP8 rows: BF16 rows may pass 100%."
+IN_SITU = "Between GEMMs: time added after a GEMM that reads 103 MB of weights."
 PEERS = {
     "ours_fp8": "mla-backend, FP8 products",
     "flashmla_fp8": "FlashMLA FP8",
@@ -307,20 +304,6 @@ def throughput_versus(*reports: Report, loads: str | None = None, against: str |
     headings = ["heads", "layers", "prompt + output", "in flight", f"{ours[0]}, output tokens/s"]
     headings += [*ours[1:], *others, "ratio", *(f"ratio of {name}" for name in ours[1:])]
     return page(headings, rows, _models_measured(reports, compared, paired=True))
-
-
-def throughput_profiles(*reports: Report) -> str:
-    """Where the time of a decode step of each file's first load goes, in microseconds a step: what its kernels do."""
-    rows = []
-    for report in reports:
-        profiled = [entry for entry in ran(report) if entry.get("profile")]
-        for entry in (entry for entry in profiled if entry["case"] == profiled[0]["case"]):
-            profile, case = entry["profile"], entry["case"]
-            row = [runs.heads(report["environment"], case), runs.lengths(case), entry["backend"]]
-            times = [profile["total_us"] / profile["steps"], *kernel_times.by_group(profile).values()]
-            rows.append(row + [f"{time:.0f}" for time in times])
-    headings = ["heads", "prompt + output", "backend", "all kernels", *kernel_times.GROUPS, kernel_times.REST]
-    return page(headings, rows)
 
 
 def over_first(found: dict[str, float] | None) -> str:
