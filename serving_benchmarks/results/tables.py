@@ -88,8 +88,9 @@ def cases_page(headings: Sequence[str], rows: Sequence[Sequence[str]], note: str
     """A table whose first columns, `labels`, describe a case. The note has those in which all rows are the same."""
     same = [i for i in range(labels) if len(rows) > 1 and len({row[i] for row in rows}) == 1]
     shown = [i for i in range(len(headings)) if i not in same]
-    told = f"All: {', '.join(f'{headings[i]} {rows[0][i]}' for i in same)}. " if same else ""
-    return page([headings[i] for i in shown], [[row[i] for i in shown] for row in rows], told + note)
+    told = ", ".join(f"{headings[i]} {rows[0][i]}" for i in same if rows[0][i] != "-")
+    rows = [[row[i] for i in shown] for row in rows]
+    return page([headings[i] for i in shown], rows, f"All: {told}. {note}" if told else note)
 
 
 def kernel_line(entry: Entry) -> str:
@@ -398,4 +399,4 @@ def checkpoint(*reports: Report) -> str:
             row += [f"{entry[name]} of {entry['asked']}" if name in entry else "-" for name in equal]
             rows.append([*row, f"{entry['accepted']} of {entry['drafted']}" if entry.get("drafted") else "-"])
     machines = dict.fromkeys(f"{file.machine(r['environment'])}, {file.when(r['environment'])}" for r in reports)
-    return page(headings, rows, f"{'; '.join(machines)}.")
+    return cases_page(headings, rows, f"{'; '.join(machines)}.", labels=5 + on_gpus)
