@@ -243,7 +243,8 @@ def _next_steps(report: dict[str, Any]) -> list[str]:
     """What to do next, in a line or two."""
     runs, gpu = {verdict["what"] for verdict in report["can_run"] if verdict["runs"]}, bool(report["gpus"]["devices"])
     if not report["library"]["loads"]:
-        first = "mend that" if report["torch"]["version"] else f"install torch {tried_versions.torch_needed()} or newer"
+        torch = f"install torch {tried_versions.torch_needed()} or newer"
+        first = "mend what keeps the library from loading" if report["torch"]["version"] else torch
         return [f"{first}, then run `mla-backend doctor` again"]
     if gpu and "every op on a GPU" not in runs:
         return ["build for this GPU, in the source tree and where nvcc is found: MLA_BACKEND_CUDA=1 pip install ."]
