@@ -28,7 +28,8 @@ def section_of(file: ResultFile) -> str:
             parts.append(next(iter(kind.makers.values()))(file.report))
         if left_out := _left_out(file):
             parts += ["### Not measured", *map(one_line, left_out)]
-        about = [[name, _words(value)] for name, value in _about(file.environment).items() if value]
+        told = {name: _words(value) for name, value in _about(file.environment).items() if value}
+        about = [[name, words] for name, words in told.items() if words]
         return "\n\n".join([*parts, "### Where it was measured", page(["", ""], about)])
     except kinds.LACKS as error:
         raise NotUnderstood(f"{file.path} of {file.kind} could not be shown: {error!r}") from error
@@ -42,7 +43,10 @@ def _about(environment: dict[str, Any]) -> dict[str, Any]:
     told = {name: library.get(name) for name in ("version", "compiler", *("cuda_compiler", "cuda_archs") * on_gpus)}
     used = [] if on_gpus else [kernel["name"] for kernel in kernels if kernel["active"]]
     shown["library"] = {**told, "CPU kernel": ", ".join(used)}
-    shown["torch"] = {name: value for name, value in torch.items() if on_gpus or name != "cuda"}
+    if not on_gpus:
+        shown["torch"] = {name: value for name, value in torch.items() if name != "cuda"}
+        settings = shown.get("settings") or {}
+        shown["settings"] = {name: value for name, value in settings.items() if name != "gpu_memory_utilization"}
     return shown
 
 

@@ -84,11 +84,12 @@ def share_of_floor(result: Entry) -> float:
     return max(result["floor_seconds"].values()) / result["seconds"]["ours"]["median"]
 
 
-def cases_page(headings: Sequence[str], rows: Sequence[Sequence[str]], note: str, labels: int) -> str:
-    """A table whose first columns, `labels`, describe a case. The note has those in which all rows are the same."""
+def cases_page(headings: Sequence[str], rows: Sequence[Sequence[str]], note: str, labels: int, noted: str = "") -> str:
+    """A table whose first columns, `labels`, describe a case. Those in which all rows are the same go into the note,
+    but for the one that it has anyway, `noted`."""
     same = [i for i in range(labels) if len(rows) > 1 and len({row[i] for row in rows}) == 1]
     shown = [i for i in range(len(headings)) if i not in same]
-    told = ", ".join(f"{headings[i]} {rows[0][i]}" for i in same if rows[0][i] != "-")
+    told = ", ".join(f"{headings[i]} {rows[0][i]}" for i in same if rows[0][i] != "-" and headings[i] != noted)
     rows = [[row[i] for i in shown] for row in rows]
     return page([headings[i] for i in shown], rows, f"All: {told}. {note}" if told else note)
 
@@ -262,7 +263,7 @@ def whole_models(*reports: Report) -> str:
     told = f"{asked}; {counts} requests. {_models_measured(reports, entries)}"
     gaps = dict.fromkeys(about["inter_token_latency"] for about, _ in measured if about.get("inter_token_latency"))
     told += "".join(f" Inter-token latency: {note}." for note in gaps)
-    return cases_page(*of_models(measured), told, labels=4)
+    return cases_page(*of_models(measured), told, labels=4, noted="tokens")
 
 
 def throughput_versus(*reports: Report, loads: str | None = None, against: str | None = None) -> str:

@@ -37,6 +37,7 @@ def test_a_report_of_a_cpu_names_no_gpu_and_can_go_to_standard_output(tmp_path, 
     report = result_examples.throughput()
     library = {"version": "0.2", "compiler": "g++", "cuda_compiler": "13.0", "cuda_archs": "90a", "ops": ["plan"]}
     report["environment"] |= {"gpus": [], "library": {**library, "cpu_kernels": [{"name": "avx2", "active": True}]}}
+    report["environment"]["settings"]["gpu_memory_utilization"] = 0.45
     report["environment"]["torch"] = {"version": "2.13.0", "cuda": "13.0"}
     assert main(["report", str(result_examples.write(tmp_path, "cpu", report)), "--output", "-"]) == 0
     page = capsys.readouterr().out
