@@ -1,7 +1,7 @@
 """Whole-model answers: whether vLLM with a backend says what the embedded engine, or another backend, says.
 
 Without --model it asks the tiny recall checkpoint held-out questions: 99 % of the answers must be right, and the same
-as those of the first way with the same kind of cache, FP8 or BF16. With --model it compares tokens and logprobs of
+as those of the first way with FP8, or with BF16 for ways called -bf16. With --model it compares tokens and logprobs of
 random prompts, which may differ as much as the first way's do in the opposite order. The exit status is 1 if a way
 fails or differs by more.
 
