@@ -136,6 +136,7 @@ torture: setup
 # With CUDA; MLA_BACKEND_CUDA=0 makes one for CPUs.
 wheel: setup
 	MLA_BACKEND_CUDA=$${MLA_BACKEND_CUDA-1} $(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@echo "To install it: pip install $$(ls -t dist/*.whl | head -n 1)"
 
 clean:
 	rm -rf build dist $(VENV) $(VLLM_VENV) $(SGLANG_VENV) mla_backend/libmla_backend.so *.egg-info

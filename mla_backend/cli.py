@@ -22,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pass
     os.close(number)
     parser = argparse.ArgumentParser(
-        prog="mla-backend", description="Sparse MLA attention: kernels, paged cache, vLLM backend."
+        prog="mla-backend",
+        description="Attention for sparse-MLA models: what runs on this machine, and text from a checkpoint.",
     )
     parser.add_argument("--version", action="version", version=f"mla-backend {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -33,8 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
     doctor.add_argument("--brief", action="store_true", help="print only what runs here")
-    model = doctor.add_argument_group("of a model")
-    model.add_argument("--model", type=Path, metavar="FOLDER", help="say whether vLLM serves it, and what fits instead")
+    model = doctor.add_argument_group("about a model")
+    model.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="say whether vLLM serves it, and how many tokens fit"
+    )
     model.add_argument("--gpus", type=int, metavar="N", help="how many (default: those here)")
     model.add_argument(
         "--gpu-memory", type=terminal.byte_size, metavar="SIZE", help="of each (default: as here, or 80G)"

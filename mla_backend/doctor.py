@@ -1,5 +1,6 @@
 """What this machine can run, and why not the rest."""
 
+import importlib.util
 import os
 import platform
 from collections.abc import Callable
@@ -18,6 +19,8 @@ MHA_CALLS = {"deterministic gradients": True, "all else": False}
 DECODE = {"num_tokens": 64, "num_heads": 16, "slots": 2048}
 """A typical decode step of one GPU of eight."""
 VLLM_BACKENDS, SGLANG_BACKEND = "vLLM backends SPARSE_MLA and DENSE_MLA", "SGLang backend sparse_mla"
+ENGINE_NEEDS = ("transformers", "tokenizers", "safetensors", "jinja2")
+"""Packages that `mla-backend generate` needs besides this one's own requirements: the extra `engine`."""
 TINY = Path(__file__).parents[1] / "examples/recall/checkpoint"
 """A checkpoint to try, in a source tree."""
 
@@ -34,6 +37,7 @@ def examine(replaced: Callable[[bool, bool], list[dict[str, Any]]] | None = None
         "torch": _examine_torch(),
         "vllm": _examine_vllm(),
         "sglang": _examine_sglang(),
+        "engine": {"lacks": [name for name in ENGINE_NEEDS if importlib.util.find_spec(name) is None]},
         "library": _examine_library(),
         "cpu": {"model": _cpu_model(), "cores": len(os.sched_getaffinity(0))},
         "gpus": examine_gpus(),
@@ -239,7 +243,8 @@ def _next_steps(report: dict[str, Any]) -> list[str]:
     """What to do next, in a line or two."""
     runs, gpu = {verdict["what"] for verdict in report["can_run"] if verdict["runs"]}, bool(report["gpus"]["devices"])
     if not report["library"]["loads"]:
-        first = "mend that" if report["torch"]["version"] else f"install torch {tried_versions.torch_needed()} or newer"
+        torch = f"install torch {tried_versions.torch_needed()} or newer"
+        first = "mend what keeps the library from loading" if report["torch"]["version"] else torch
         return [f"{first}, then run `mla-backend doctor` again"]
     if gpu and "every op on a GPU" not in runs:
         return ["build for this GPU, in the source tree and where nvcc is found: MLA_BACKEND_CUDA=1 pip install ."]
@@ -255,7 +260,9 @@ def _next_steps(report: dict[str, Any]) -> list[str]:
         vllm, sglang = (tried_versions.install_command(name, gpu) for name in ("vllm", "sglang"))
         steps.append(f"to serve, {vllm} or {sglang}: either finds this backend")
     asked = '"The code of Eva is 3582. What is the code of Eva?"'
-    return steps or [f"try a model: mla-backend generate {TINY if TINY.is_dir() else 'MODEL'} --chat {asked}"]
+    lacks = report["engine"]["lacks"]
+    first = f"pip install {' '.join(lacks)} && " if lacks else ""
+    return steps or [f"try a model: {first}mla-backend generate {TINY if TINY.is_dir() else 'MODEL'} --chat {asked}"]
 
 
 def _clusters_line(device: dict[str, Any]) -> str:

@@ -51,6 +51,9 @@ def _run(words: list[str]) -> int:
     command = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
     if command is None:
         asked = words[:1] in (["-h"], ["--help"])
+        if words and not asked:
+            name = " ".join(words[: 2 if words[0] == "ops" else 1])
+            print(f"error: there is no command {name!r}\n", file=sys.stderr)
         print(OVERVIEW, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     try:

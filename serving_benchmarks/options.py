@@ -91,12 +91,17 @@ def add_list(parser: argparse._ActionsContainer, name: str, item: Callable[[str]
     parser.add_argument(name, type=listed(item), default=default, metavar=metavar, help=told)
 
 
+def folder_in_one(text: str) -> Path:
+    """A folder that exists, or can be made in one that does."""
+    if not Path(text).resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"can't be made: there is no folder {Path(text).resolve().parent}")
+    return Path(text)
+
+
 def new_folder(text: str) -> Path:
     """A folder to write to, which is made if it does not exist. The one that it is in must be there."""
     try:
-        Path(text).mkdir(exist_ok=True)
-    except FileNotFoundError:
-        raise argparse.ArgumentTypeError(f"can't be made: there is no folder {Path(text).parent}") from None
+        folder_in_one(text).mkdir(exist_ok=True)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"can't be made: {error}") from None
     return Path(text)
@@ -104,6 +109,8 @@ def new_folder(text: str) -> Path:
 
 def new_file(text: str) -> Path:
     """A file whose folder can be written to, which is tried before anything is measured."""
+    if text == "-":
+        raise argparse.ArgumentTypeError("must be a file; got '-'")
     folder = Path(text).resolve().parent
     if not os.path.isdir(folder):
         raise argparse.ArgumentTypeError(f"can't be written: there is no folder {folder}")

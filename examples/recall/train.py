@@ -61,6 +61,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--test-every", type=float, default=15.0, help="seconds between tests while training")
     parser.add_argument("--tests", type=int, default=24, help="questions for each length in tests while training")
     given = parser.parse_args()
+    if not given.output.resolve().parent.is_dir():
+        parser.error(f"--output can't be made: there is no folder {given.output.resolve().parent}")
     if not given.minutes > 0:
         parser.error(f"--minutes must be more than 0; got {given.minutes}")
     if given.longest < LENGTHS[0]:
@@ -168,7 +170,7 @@ def train(given: argparse.Namespace) -> None:
         [{"params": others}, {"params": indexer}], betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY, fused=True
     )
     data, curriculum = Data(given.batch_tokens, given.device), Curriculum(given.longest)
-    given.output.mkdir(parents=True, exist_ok=True)
+    given.output.mkdir(exist_ok=True)
     interactive = sys.stderr.isatty()
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=Console(stderr=True),

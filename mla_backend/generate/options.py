@@ -82,7 +82,8 @@ def add(commands) -> argparse.ArgumentParser:
         choices=["text", "jsonl"],
         help="by default jsonl if the first line begins with {, or else text",
     )
-    files.add_argument("--output", type=Path, metavar="FILE", help="where results go; default: standard output")
+    told = "where results go; - is standard output, the default"
+    files.add_argument("--output", type=_file_or_stdout, metavar="FILE", help=told)
     files.add_argument(
         "--output-format",
         choices=["text", "jsonl"],
@@ -138,6 +139,10 @@ def add(commands) -> argparse.ArgumentParser:
     )
     engine.add_argument("--batch-invariant", action="store_true", help="the same bits whatever else runs; slower")
     return parser
+
+
+def _file_or_stdout(text: str) -> Path | None:
+    return None if text == "-" else Path(text)
 
 
 def sampling_params(options: argparse.Namespace) -> "SamplingParams":

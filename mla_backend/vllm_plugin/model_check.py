@@ -47,7 +47,7 @@ def gpus(number: int, memory: int, tensor_parallel: int) -> Gpus:
 def examine(folder: Path, gpus: Gpus | None) -> dict[str, Any]:
     """What can be said of the checkpoint in a folder, as plain data."""
     if not (folder / "config.json").is_file():
-        raise ValueError(f"--model must be a folder with a config.json; got {folder}")
+        raise ValueError(f"--model must be a folder of this machine with a config.json; got {folder}")
     config = json.loads((folder / "config.json").read_text())
     known = isinstance(config, dict)
     nested = next((config[key] for key in TEXT_CONFIGS if key in config), config) if known else None

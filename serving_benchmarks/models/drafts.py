@@ -26,7 +26,7 @@ BLOCK_SHARE = 0.1  # of the block's output: it was not trained for this input
 
 def add_mtp_layer(source: Path, folder: Path) -> None:
     """Writes a copy of a checkpoint with one MTP layer."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     for path in source.iterdir():
         if path.suffix != ".safetensors":
             shutil.copy(path, folder)

@@ -148,7 +148,7 @@ def write(folder: Path, config: dict[str, Any], *, seed: int | None = 0, shard_b
 
     if (folder / "config.json").exists():
         raise FileExistsError(f"folder must not have a checkpoint; {folder} has a config.json")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     plans = [] if seed is None else tensors(config)
     total, free = sum(plan.bytes for plan in plans), shutil.disk_usage(folder).free
     if total > free:
@@ -188,7 +188,9 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="for the checkpoint")
+    parser.add_argument(
+        "--output", type=types.folder_in_one, required=True, metavar="FOLDER", help="for the checkpoint"
+    )
     told = f"the real model; {', '.join(NO_WEIGHTS)} get a config.json alone, for --random-weights"
     parser.add_argument("--like", choices=LIKE, required=True, help=told)
     parser.add_argument("--layers", type=types.count, default=4, help="default: %(default)s")

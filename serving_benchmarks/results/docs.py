@@ -6,8 +6,8 @@ A page says what it wants between two comments, which are not shown:
     a table
     <!-- end of numbers -->
 
-A maker below, result files, and parameters such as loads=4096+64/64; case.format=bf16 leaves out cases of other
-formats. An example inside a code fence is left alone.
+A maker below, result files, and parameters such as loads=4096+64/64; case.heads=16,64 leaves out cases with other
+numbers of heads. An example inside a code fence is left alone.
 """
 
 import argparse
@@ -68,15 +68,15 @@ def make(what: str, folder: Path, where: str) -> str:
 
 
 def _report(name: str, kind: str, only: dict[str, str], folders: tuple[Path, ...]) -> Report:
-    """A file's report, with the entries whose cases have all these values. Raises NotUnderstood."""
+    """A file's report, with the entries whose cases have one of the values of each name. Raises NotUnderstood."""
     path = next((folder / name for folder in folders if (folder / name).is_file()), None)
     if path is None:
         raise NotUnderstood(f"there is no {name}")
     file = kinds.load(path)
     if file.kind != kind:
         raise NotUnderstood(f"{name} is of {file.kind}, not of {kind}")
-    wanted = [(name.removeprefix(CASE), value) for name, value in only.items()]
-    results = [entry for entry in file.results if all(str(entry["case"][name]) == v for name, v in wanted)]
+    wanted = [(name.removeprefix(CASE), values.split(",")) for name, values in only.items()]
+    results = [entry for entry in file.results if all(str(entry["case"][name]) in of for name, of in wanted)]
     if not results:
         raise NotUnderstood(f"no case has {', '.join(map('='.join, only.items()))}")
     return {**file.report, "results": results}

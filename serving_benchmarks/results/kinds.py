@@ -130,7 +130,6 @@ _INDEX = has(TIMED, case=has(CASE, batch=str), bytes=Positive)
 _THROUGHPUT = has(SERVE, seconds=TIMING, rounds_s=Annotated[list[Positive], Field(min_length=2)])
 _CHECKPOINT = has(FAILED_WAY, engine=str, cache=str, gpus=Count, asked=Count, right=Annotated[int, Field(ge=0)] | None)
 _OFFLINE_TABLES = {"throughput": tables.whole_models, "throughput_versus": tables.throughput_versus}
-_OFFLINE_TABLES |= {"throughput_profiles": tables.throughput_profiles}
 _SERVE_TABLES = {"serve": tables.whole_models, "serve_versus": tables.throughput_versus}
 _KERNEL_TABLES = {"kernels": tables.kernels, "fp8_products": tables.fp8_products}
 _KINDS = (

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from serving_benchmarks.options import Refused, new_file
 from serving_benchmarks.results import kinds, tables
@@ -27,10 +28,26 @@ def section_of(file: ResultFile) -> str:
             parts.append(next(iter(kind.makers.values()))(file.report))
         if left_out := _left_out(file):
             parts += ["### Not measured", *map(one_line, left_out)]
-        about = [[name, _words(value)] for name, value in file.environment.items() if value]
+        told = {name: _words(value) for name, value in _about(file.environment).items() if value}
+        about = [[name, words] for name, words in told.items() if words]
         return "\n\n".join([*parts, "### Where it was measured", page(["", ""], about)])
     except kinds.LACKS as error:
         raise NotUnderstood(f"{file.path} of {file.kind} could not be shown: {error!r}") from error
+
+
+def _about(environment: dict[str, Any]) -> dict[str, Any]:
+    """What a reader wants to know of an environment. A library and a torch with CUDA that used no GPU don't say so."""
+    on_gpus, shown = bool(environment.get("gpus")), dict(environment)
+    library, torch = shown.get("library") or {}, shown.get("torch") or {}
+    kernels = library.get("cpu_kernels") or []
+    told = {name: library.get(name) for name in ("version", "compiler", *("cuda_compiler", "cuda_archs") * on_gpus)}
+    used = [] if on_gpus else [kernel["name"] for kernel in kernels if kernel["active"]]
+    shown["library"] = {**told, "CPU kernel": ", ".join(used)}
+    if not on_gpus:
+        shown["torch"] = {name: value for name, value in torch.items() if name != "cuda"}
+        settings = shown.get("settings") or {}
+        shown["settings"] = {name: value for name, value in settings.items() if name != "gpu_memory_utilization"}
+    return shown
 
 
 def _left_out(file: ResultFile) -> list[str]:
@@ -46,7 +63,7 @@ def _left_out(file: ResultFile) -> list[str]:
 def _words(value: object) -> str:
     """A value of an environment in one line."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_words(one)}" for name, one in value.items() if one not in (None, {}, []))
+        return ", ".join(f"{name} {_words(one)}" for name, one in value.items() if one not in (None, {}, [], ""))
     return "; ".join(map(_words, value)) if isinstance(value, list) else str(value)
 
 
@@ -66,8 +83,13 @@ def whole_page(sections: Sequence[tuple[ResultFile, str]], not_understood: Seque
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS", help="result files of any kinds")
-    told, default = "where to write; default: %(default)s", Path("report.md")  # a path is not tried before it is needed
-    parser.add_argument("--output", type=new_file, default=default, metavar="FILE", help=told)
+    told, default = "- is standard output; default: %(default)s", Path("report.md")  # tried only when it is needed
+    parser.add_argument("--output", type=_file_or_stdout, default=default, metavar="FILE", help=told)
+
+
+def _file_or_stdout(text: str) -> Path | None:
+    """None for standard output."""
+    return None if text == "-" else new_file(text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,6 +103,10 @@ def run(options: argparse.Namespace) -> int:
             print(f"not understood: {error}", file=sys.stderr)
     if not sections:
         raise Refused("there is no result file to report")
-    replace(options.output, whole_page(sections, not_understood))
+    text = whole_page(sections, not_understood)
+    if options.output is None:
+        print(text, end="")
+        return 0
+    replace(options.output, text)
     print(f"{options.output}: {len(sections)} of {len(options.results)} files")
     return 0

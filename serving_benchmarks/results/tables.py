@@ -7,15 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from serving_benchmarks.results import file, kernel_times, runs
+from serving_benchmarks.results import file, runs
 from serving_benchmarks.results.file import Report, microseconds, page
 
 Entry = dict[str, Any]
-ROOFLINE = (
-    "Roofline: the longest of math, memory and L2 time at measured rates, memory's for FP8 rows. BF16 rows, gathered "
-    "faster, may pass 100%."
-)
-IN_SITU = "Between GEMMs: the time that a launch adds after a GEMM that reads 103 MB of weights."
+ROOFLINE = "Roofline: the longest of math, L2 and memory time at measured rates, of FP8 rows: BF16 rows may pass 100%."
+IN_SITU = "Between GEMMs: time added after a GEMM that reads 103 MB of weights."
 PEERS = {
     "ours_fp8": "mla-backend, FP8 products",
     "flashmla_fp8": "FlashMLA FP8",
@@ -87,6 +84,16 @@ def share_of_floor(result: Entry) -> float:
     return max(result["floor_seconds"].values()) / result["seconds"]["ours"]["median"]
 
 
+def cases_page(headings: Sequence[str], rows: Sequence[Sequence[str]], note: str, labels: int, noted: str = "") -> str:
+    """A table whose first columns, `labels`, describe a case. Those in which all rows are the same go into the note,
+    but for the one that it has anyway, `noted`."""
+    same = [i for i in range(labels) if len(rows) > 1 and len({row[i] for row in rows}) == 1]
+    shown = [i for i in range(len(headings)) if i not in same]
+    told = ", ".join(f"{headings[i]} {rows[0][i]}" for i in same if rows[0][i] != "-" and headings[i] != noted)
+    rows = [[row[i] for i in shown] for row in rows]
+    return page([headings[i] for i in shown], rows, f"All: {told}. {note}" if told else note)
+
+
 def kernel_line(entry: Entry) -> str:
     """What was measured of a case, for a terminal."""
     ours, best = entry["seconds"]["ours"], entry["best_peer"]
@@ -113,7 +120,7 @@ def kernels(report: Report) -> str:
         rows.append([*row, *[_time_and_ratio(result["in_situ"]) if "in_situ" in result else "-"] * situ])
     note = f"{_kernels_measured(report)} {ROOFLINE}"
     note += f" {IN_SITU} In brackets: the best baseline's time over ours." * situ
-    return page([*headings, *["between GEMMs"] * situ], rows, note)
+    return cases_page([*headings, *["between GEMMs"] * situ], rows, note, labels=4)
 
 
 def fp8_products(report: Report) -> str:
@@ -128,7 +135,7 @@ def fp8_products(report: Report) -> str:
         ratios = best / times["ours"], best / times["ours_fp8"], rounds / times["ours_fp8"]
         row = [str(result["case"][name]) for name in ("batch", "heads", "topk", "format")]
         rows.append([*row, *map(microseconds, cells), *(f"{ratio:.2f}" for ratio in ratios)])
-    return page(headings, rows, _kernels_measured(report))
+    return cases_page(headings, rows, _kernels_measured(report), labels=4)
 
 
 def dense(report: Report) -> str:
@@ -137,7 +144,7 @@ def dense(report: Report) -> str:
     titles = _titles(results)
     headings = ["batch", "heads", "cache", "mla-backend", *titles, "best baseline over ours"]
     rows = [[*(str(one["case"][n]) for n in ("batch", "heads", "format")), *_versus(one, titles)] for one in results]
-    return page(headings, rows, _kernels_measured(report, lists=""))
+    return cases_page(headings, rows, _kernels_measured(report, lists=""), labels=3)
 
 
 def _versus(result: Entry, titles: Sequence[str]) -> list[str]:
@@ -169,7 +176,7 @@ def rows(report: Report) -> str:
     headings = ["case", "rows", "list", "heads", *map(str, columns), "TB/s"]
     best = {peer_title(one["best_peer"]) for of in lines.values() for one in of.values() if one["best_peer"]}
     note = f" In brackets: the time of the best, {' or '.join(sorted(best))}, over ours. TB/s: with the most requests."
-    return page(headings, cells, _kernels_measured(report) + note)
+    return cases_page(headings, cells, _kernels_measured(report) + note, labels=4)
 
 
 def _time_and_ratio(result: Entry) -> str:
@@ -194,7 +201,7 @@ def backward(*reports: Report) -> str:
         rows.append([*row, *(versus.get(title, "-") for title in titles)])
     how = "Medians of whole backwards, interleaved, in ms. In brackets: the baseline's time over ours."
     headings = ["lists", "rows", "heads", "mla-backend", "atomic", *titles]
-    return page(headings, rows, _measured_with(how, reports))
+    return cases_page(headings, rows, _measured_with(how, reports), labels=3)
 
 
 def _kernels_measured(report: Report, lists: str = "; random lists") -> str:
@@ -222,7 +229,7 @@ def of_models(measured: Sequence[tuple[dict[str, Any], Entry]]) -> tuple[list[st
     on_gpus = any(about.get("gpus") for about, _ in measured)
     machine, part = ("GPUs", "per GPU") if on_gpus else ("machine", "per process")
     headings = ["heads", machine, "tokens", "load", "backend", "output tokens/s", part, "per user", *LATENCIES]
-    headings += ["over the first", "start, s", "GB of the fullest GPU", "tokens in the cache"]
+    headings += ["over the first", "start, s", "GB of the fullest GPU", "tokens that fit"]
     rows = []
     for about, entry in measured:
         case, cache, memory = entry["case"], entry.get("cache") or {}, entry.get("gpu_memory_bytes")
@@ -255,7 +262,8 @@ def whole_models(*reports: Report) -> str:
     counts = ", ".join(map(str, sorted({entry["case"]["num_prompts"] for entry in entries})))
     told = f"{asked}; {counts} requests. {_models_measured(reports, entries)}"
     gaps = dict.fromkeys(about["inter_token_latency"] for about, _ in measured if about.get("inter_token_latency"))
-    return page(*of_models(measured), told + "".join(f" Inter-token latency: {note}." for note in gaps))
+    told += "".join(f" Inter-token latency: {note}." for note in gaps)
+    return cases_page(*of_models(measured), told, labels=4, noted="tokens")
 
 
 def throughput_versus(*reports: Report, loads: str | None = None, against: str | None = None) -> str:
@@ -298,20 +306,6 @@ def throughput_versus(*reports: Report, loads: str | None = None, against: str |
     headings = ["heads", "layers", "prompt + output", "in flight", f"{ours[0]}, output tokens/s"]
     headings += [*ours[1:], *others, "ratio", *(f"ratio of {name}" for name in ours[1:])]
     return page(headings, rows, _models_measured(reports, compared, paired=True))
-
-
-def throughput_profiles(*reports: Report) -> str:
-    """Where the time of a decode step of each file's first load goes, in microseconds a step: what its kernels do."""
-    rows = []
-    for report in reports:
-        profiled = [entry for entry in ran(report) if entry.get("profile")]
-        for entry in (entry for entry in profiled if entry["case"] == profiled[0]["case"]):
-            profile, case = entry["profile"], entry["case"]
-            row = [runs.heads(report["environment"], case), runs.lengths(case), entry["backend"]]
-            times = [profile["total_us"] / profile["steps"], *kernel_times.by_group(profile).values()]
-            rows.append(row + [f"{time:.0f}" for time in times])
-    headings = ["heads", "prompt + output", "backend", "all kernels", *kernel_times.GROUPS, kernel_times.REST]
-    return page(headings, rows)
 
 
 def over_first(found: dict[str, float] | None) -> str:
@@ -399,11 +393,11 @@ def checkpoint(*reports: Report) -> str:
                 continue
             seen.add(entry["way"])
             row = ["vLLM" if entry["engine"] == "vllm" else "embedded", entry.get("backend") or "-"]
-            row += [entry["cache"].upper(), *["without CUDA graphs" if entry["eager"] else "CUDA graphs"] * on_gpus]
+            row += [entry["cache"], *["without CUDA graphs" if entry["eager"] else "CUDA graphs"] * on_gpus]
             row += [str(entry["drafts"] or "-"), f"{entry['gpus']}{', DCP' if entry.get('context_parallel') else ''}"]
             row.append("-" if entry["right"] is None else f"{entry['right']} of {entry['asked']}")
             equal = ("answers_equal", "texts_equal")
             row += [f"{entry[name]} of {entry['asked']}" if name in entry else "-" for name in equal]
             rows.append([*row, f"{entry['accepted']} of {entry['drafted']}" if entry.get("drafted") else "-"])
     machines = dict.fromkeys(f"{file.machine(r['environment'])}, {file.when(r['environment'])}" for r in reports)
-    return page(headings, rows, f"{'; '.join(machines)}.")
+    return cases_page(headings, rows, f"{'; '.join(machines)}.", labels=5 + on_gpus)

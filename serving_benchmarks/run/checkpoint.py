@@ -1,8 +1,9 @@
 """Whole-model answers: whether vLLM with a backend says what the embedded engine, or another backend, says.
 
 Without --model it asks the tiny recall checkpoint held-out questions: 99 % of the answers must be right, and the same
-as those of the first way with the same cache. With --model it compares tokens and logprobs of random prompts, which may
-differ as much as the first way's do in the opposite order. The exit status is 1 if a way fails or differs by more.
+as those of the first way with FP8, or with BF16 for ways called -bf16. With --model it compares tokens and logprobs of
+random prompts, which may differ as much as the first way's do in the opposite order. The exit status is 1 if a way
+fails or differs by more.
 
 Ways are ways to run the model, each in a process of its own; vLLM's run with each --backend. Its mtp ways need a model
 with an MTP layer; the recall checkpoint gets one.
@@ -120,6 +121,12 @@ def arguments_of(way: Way, options: argparse.Namespace, asked: Questions) -> dic
     return common.with_option({**given, **drafting, **own_cache, **common.engine_args(options)}, option)
 
 
+def cache_of(way: Way) -> str:
+    """The type of the way's cache: what its backend says, as in NAME:CACHE, or else the way's own."""
+    said = common.parts_of(way.backend)[1].get("kv_cache_dtype") if way.backend else None
+    return {"bfloat16": "bf16", "auto": "bf16"}.get(said, said or way.cache)
+
+
 def ask(name: str, spec: dict[str, Any], limit: float, logs: Path, stages: Stages) -> dict[str, Any]:
     """What a way's process found; `error` if it failed."""
     with rounds.started(name, {"task": "answers", **spec}, logs) as worker:
@@ -177,7 +184,7 @@ def measure(options: argparse.Namespace, logs: Path, stages: Stages) -> Iterator
         spec = {"engine": way.engine, "model": model, "arguments": arguments_of(way, options, asked)}
         spec |= {"batches": batches, "new_tokens": options.output_len}
         found = ask(name, spec, options.limit, logs, stages)
-        entry = {"way": name, **asdict(way), "asked": len(asked.prompts), **found}
+        entry = {"way": name, **asdict(way), "cache": cache_of(way), "asked": len(asked.prompts), **found}
         if entry["error"] is None:
             first, *more = answers = entry.pop("answers")
             values = [value for batch in answers for one in batch for value in one["logprobs"]]

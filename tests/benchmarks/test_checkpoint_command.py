@@ -35,10 +35,11 @@ def test_a_way_is_good_within_its_bounds():
 def test_random_prompts_find_a_backend_that_is_not_like_the_first_and_one_that_fails(small_model, fake_vllm):
     output = fake_vllm / "out.json"
     asked = ("--model", small_model, "--ways", "vllm", "--num-prompts", 3, "--input-len", 20, "--output-len", 4)
-    assert status_of("checkpoint", *asked, "--backend", "ONE,TWO,NOISY,REFUSED", "--output", output) == 1
+    assert status_of("checkpoint", *asked, "--backend", "ONE,TWO:bfloat16,NOISY,REFUSED", "--output", output) == 1
     report = json.loads(output.read_text())
     assert report["environment"]["benchmark"] == "checkpoint"
     one, two, noisy, refused = report["results"]
+    assert [one["cache"] for one in report["results"]] == ["fp8", "bf16", "fp8", "fp8"]
     assert one["differs_from_itself"]["texts_equal"] == two["texts_equal"] == noisy["texts_equal"] == 3
     assert two["within_noise"] and not noisy["within_noise"]
     assert noisy["logprob_difference_mean"] == pytest.approx(0.8) and refused["error"] == "ValueError: no such backend"

@@ -42,7 +42,14 @@ def test_values_are_read():
 REFUSED = [(opt.count, "0"), (opt.count, "1.5"), (opt.rounds, "1"), (opt.whole(1, 3), "4"), (opt.positive, "nan")]
 REFUSED += [(opt.positive, "-1"), (opt.positive, "0"), (opt.positive, "inf"), (opt.listed(opt.count), "1,,2")]
 REFUSED += [(opt.listed(opt.count), ""), (opt.listed(opt.one_of(["a"])), "a,b"), (opt.json_object, "[]")]
-REFUSED += [(opt.json_object, "{"), (opt.new_file, "/proc/nope/x.json"), (opt.new_folder, __file__), (opt.share, "1.5")]
+REFUSED += [
+    (opt.json_object, "{"),
+    (opt.new_file, "/proc/nope/x.json"),
+    (opt.new_file, "-"),
+    (opt.new_folder, __file__),
+    (opt.share, "1.5"),
+]
+REFUSED += [(opt.folder_in_one, "/proc/nope/x")]
 REFUSED += [(opt.percentage, text) for text in ("0.05", "-5%", "five", "nan", "")] + [(opt.pattern, "(")]
 REFUSED += [(opt.size, text) for text in ("0", "0G", "-1G", "1X", "G", "1Gi2")]
 

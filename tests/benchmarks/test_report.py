@@ -1,6 +1,7 @@
 """A report shows what the result files have, in one page."""
 
 import json
+import re
 
 import pytest
 
@@ -30,6 +31,17 @@ def test_a_page_has_the_numbers_of_each_file_and_names_what_is_missing(tmp_path)
     for name in ("ours", "fa3_bf16"):
         assert f"| {1e6 * seconds[name]['median']:.1f} |" in page
     assert "1 in flight: out of &lt;memory>" in page and "notes.json" in page and "gone.json" in page
+
+
+def test_a_report_of_a_cpu_names_no_gpu_and_can_go_to_standard_output(tmp_path, capsys):
+    report = result_examples.throughput()
+    library = {"version": "0.2", "compiler": "g++", "cuda_compiler": "13.0", "cuda_archs": "90a", "ops": ["plan"]}
+    report["environment"] |= {"gpus": [], "library": {**library, "cpu_kernels": [{"name": "avx2", "active": True}]}}
+    report["environment"]["settings"]["gpu_memory_utilization"] = 0.45
+    report["environment"]["torch"] = {"version": "2.13.0", "cuda": "13.0"}
+    assert main(["report", str(result_examples.write(tmp_path, "cpu", report)), "--output", "-"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("# ") and "avx2" in page and not re.search("GPU|CUDA", page, re.IGNORECASE)
 
 
 @pytest.mark.parametrize("kind", kinds.KINDS)

@@ -75,6 +75,8 @@ def test_it_ends_with_what_to_do_next(monkeypatch, runs):
     said = " ".join(doctor._next_steps(report))
     assert [name for name, command in ENGINES.items() if command in said] == list(runs)
     assert runs or "pip install 'vllm" in said
+    nothing = {**report, "gpus": {"devices": []}, "can_run": [], "engine": {"lacks": ["jinja2"]}}
+    assert "pip install jinja2 && mla-backend generate" in doctor._next_steps(nothing)[0]
     report["can_run"] = []
     assert "MLA_BACKEND_CUDA=1 pip install ." in " ".join(doctor._next_steps(report))
 
