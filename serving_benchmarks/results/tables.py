@@ -311,7 +311,8 @@ def throughput_profiles(*reports: Report) -> str:
             times = [profile["total_us"] / profile["steps"], *kernel_times.by_group(profile).values()]
             rows.append(row + [f"{time:.0f}" for time in times])
     headings = ["heads", "prompt + output", "backend", "all kernels", *kernel_times.GROUPS, kernel_times.REST]
-    return page(headings, rows)
+    seen = [column for column in range(len(headings)) if any(row[column] != "0" for row in rows)]
+    return page([headings[column] for column in seen], [[row[column] for column in seen] for row in rows])
 
 
 def over_first(found: dict[str, float] | None) -> str:

@@ -17,6 +17,9 @@ class Ended:
     output_tokens: int
 
 
+MEASURED = "serving_benchmarks.run.engine.MeasuredWorker"
+
+
 class MeasuredWorker:
     """What is measured inside of vLLM's workers, maybe in other processes. vLLM mixes it into its worker class
     (`worker_extension_cls`) and calls methods by name. They answer in JSON, which all ways between processes carry."""
@@ -40,6 +43,25 @@ class MeasuredWorker:
         device, calls = self._measured_kernels.device, self._measured_kernels.runtime_calls
         return json.dumps({"device": device, "steps": self._measured_steps, "kernels": kernels, "calls": calls})
 
+    def measured_host_rows(self) -> str:
+        """Since the last call: how many selected rows decode found in the hot buffers of HiSparse (`hot`), and how many
+        came from the host. It does not count rows of whole pages on the GPU. None without HiSparse."""
+        import torch
+
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        caches = filter(None, (getattr(layer, "hisparse_cache", None) for layer in layers))
+        groups = [cache.runtime.index_group for cache in caches if cache.runtime.is_group_leader]
+        if not groups:
+            return json.dumps(None)
+        from vllm.distributed.kv_transfer.kv_connector.v1.hisparse import worker
+
+        worker._METRICS_INTERVAL = 1 << 40  # vLLM empties the counters every so many steps
+        torch.cuda.synchronize()
+        hot, misses = map(sum, zip(*(group.swap_stats.tolist() for group in groups), strict=True))
+        for group in groups:
+            group.swap_stats.zero_()
+        return json.dumps({"hot": hot, "from_host": misses, "groups": len(groups)})
+
 
 class VllmEngine:
     """`vllm.LLM`, step by step."""
@@ -51,7 +73,7 @@ class VllmEngine:
 
         # without its stats it tells nothing of first tokens and of the cache
         own = {"skip_tokenizer_init": True, "disable_log_stats": False}
-        own["worker_extension_cls"] = "serving_benchmarks.run.engine.MeasuredWorker"
+        own["worker_extension_cls"] = MEASURED
         self._llm = LLM(model, **{**own, **arguments})
         self._engine = self._llm.llm_engine
         cache = self._engine.vllm_config.cache_config
@@ -93,6 +115,10 @@ class VllmEngine:
     def forget_prefixes(self) -> None:
         """Empties the prefix cache."""
         self._llm.reset_prefix_cache()
+
+    def host_rows(self) -> dict[str, int] | None:
+        """What `measured_host_rows` says of one worker."""
+        return json.loads(self._llm.collective_rpc("measured_host_rows")[0])
 
     def start_profile(self) -> None:
         self._llm.collective_rpc("measured_start")
