@@ -42,7 +42,7 @@ SAME_NAME = (
 """Settings that vLLM has under the same name."""
 OF_CASES = (
     "engine kv_cache_dtype tensor_parallel_size data_parallel_size decode_context_parallel_size "
-    "enable_expert_parallel drafts"
+    "enable_expert_parallel drafts overlap"
 ).split()
 """Settings that the `case` of an entry has."""
 COUNTS = {"max-num-batched-tokens": "tokens of a step", "drafts": "tokens that the model's MTP layer drafts per step"}
@@ -142,7 +142,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options by name, for a result file. A step has room for the most requests in flight."""
-    names = ("engine", *SAME_NAME, "prefix_caching", "drafts", "no_compile")
+    names = ("engine", *SAME_NAME, "prefix_caching", "drafts", "no_compile", "overlap")
     given = {name: getattr(options, name, None) for name in names}
     given["engine_args"] = engine_args(options)
     return {**given, "max_num_seqs": max(in_flight or 0 for _, in_flight in options.loads) or None}

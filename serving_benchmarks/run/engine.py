@@ -17,9 +17,6 @@ class Ended:
     output_tokens: int
 
 
-MEASURED = "serving_benchmarks.run.engine.MeasuredWorker"
-
-
 class MeasuredWorker:
     """What is measured inside of vLLM's workers, maybe in other processes. vLLM mixes it into its worker class
     (`worker_extension_cls`) and calls methods by name. They answer in JSON, which all ways between processes carry."""
@@ -46,17 +43,14 @@ class MeasuredWorker:
     def measured_host_rows(self) -> str:
         """Since the last call: how many selected rows decode found in the hot buffers of HiSparse (`hot`), and how many
         came from the host. It does not count rows of whole pages on the GPU. None without HiSparse."""
-        import torch
-
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         caches = filter(None, (getattr(layer, "hisparse_cache", None) for layer in layers))
         groups = [cache.runtime.index_group for cache in caches if cache.runtime.is_group_leader]
         if not groups:
-            return json.dumps(None)
+            return "null"
         from vllm.distributed.kv_transfer.kv_connector.v1.hisparse import worker
 
         worker._METRICS_INTERVAL = 1 << 40  # vLLM empties the counters every so many steps
-        torch.cuda.synchronize()
         hot, misses = map(sum, zip(*(group.swap_stats.tolist() for group in groups), strict=True))
         for group in groups:
             group.swap_stats.zero_()
@@ -73,7 +67,7 @@ class VllmEngine:
 
         # without its stats it tells nothing of first tokens and of the cache
         own = {"skip_tokenizer_init": True, "disable_log_stats": False}
-        own["worker_extension_cls"] = MEASURED
+        own["worker_extension_cls"] = "serving_benchmarks.run.engine.MeasuredWorker"
         self._llm = LLM(model, **{**own, **arguments})
         self._engine = self._llm.llm_engine
         cache = self._engine.vllm_config.cache_config

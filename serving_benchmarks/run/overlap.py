@@ -31,10 +31,8 @@ def install(model_config: Any, overlap: float, device: torch.device) -> None:
     from vllm.models.deepseek_v32 import attention
 
     longest, width = model_config.max_model_len, model_config.hf_text_config.index_topk
-    table = torch.empty(longest, width, dtype=torch.int32, device=device)
-    for first in range(0, longest, CHUNK):
-        last = min(first + CHUNK, longest)
-        table[first:last] = selected(first, last, width, overlap, device)
+    parts = (range(longest)[first : first + CHUNK] for first in range(0, longest, CHUNK))
+    table = torch.cat([selected(part[0], part[-1] + 1, width, overlap, device) for part in parts])
     given: dict[str, Tensor] = {}
     attend, index = attention.DeepseekV32Attention._sparse_indexer_and_attn.__wrapped__, attention.sparse_attn_indexer
 
