@@ -72,8 +72,9 @@ class VllmEngine:
         self._engine = self._llm.llm_engine
         cache = self._engine.vllm_config.cache_config
         shared = arguments.get("decode_context_parallel_size", 1)
-        self.cache_tokens = cache.num_gpu_blocks * cache.block_size * shared if cache.num_gpu_blocks else None
-        """Tokens that fit into the cache."""
+        blocks = None if "kv_transfer_config" in arguments else cache.num_gpu_blocks
+        self.cache_tokens = blocks * cache.block_size * shared if blocks else None
+        """Tokens that fit into the cache. HiSparse has no such number: requests need more or less of it."""
         self._names: dict[str, str] = {}  # vLLM's own id of each request that has not ended
         self.decoding: set[str] = set()  # streamed requests that have a token and have not ended
 
