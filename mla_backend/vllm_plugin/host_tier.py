@@ -34,6 +34,7 @@ KNOWN = {
         *("layer_index", "kv_cache", "attn_metadata"),
     ),
     "vllm.v1.hisparse.runtime:check_hisparse_host_memory": ("pool_bytes",),
+    "vllm.v1.hisparse.runtime:ResolvedHiSparseConfig.from_vllm_config": ("vllm_config", "model_top_k", "block_size"),
     "vllm.v1.hisparse.layout:get_hisparse_host_pool_bytes": ("vllm_config",),
 }
 """What is used of vLLM, which had another HiSparse before 0.33."""
@@ -59,9 +60,10 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
     if (change := signatures.change(KNOWN, "this vLLM")) is not None:
         return f"HiSparse of another vLLM is supported: {change}. Install vllm 0.33, or leave out HiSparseConnector."
     from vllm.v1.hisparse.layout import get_hisparse_host_pool_bytes
-    from vllm.v1.hisparse.runtime import check_hisparse_host_memory
+    from vllm.v1.hisparse.runtime import ResolvedHiSparseConfig, check_hisparse_host_memory
 
     try:
+        ResolvedHiSparseConfig.from_vllm_config(vllm_config, vllm_config.model_config.hf_text_config.index_topk)
         check_hisparse_host_memory(get_hisparse_host_pool_bytes(vllm_config))
     except ValueError as error:
         return str(error)

@@ -18,6 +18,8 @@ indices, the indexer, cache writes, concatenation."""
 GROUPS = {
     "attention": ATTENTION,
     "its plan and slots": re.compile(r"mla::cuda::.*(plan|convert|stage)_kernel|prepare_varlen|index_remap"),
+    "rows on the host": re.compile(r"hisparse_(resolve|invalidate)"),  # which rows are missing
+    "copies from the host": re.compile(r"hisparse_gather"),
     "indexer": re.compile(r"mqa_logits"),
     "experts": re.compile(r"moe"),  # before top-k: they have one, too
     "top-k": re.compile(r"top_?k", re.IGNORECASE),

@@ -31,6 +31,7 @@ PEERS = {
 """Titles of candidates. Of candidates with one title the fastest counts."""
 NOT_PEERS = ("ours", "ours_fp8", "plan", "slot_lists", "atomic")  # candidates that are ours
 LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")  # headings of what latencies() gives
+FOUND = "rows found"  # a heading
 PARALLEL = {"data_parallel_size": "DP", "decode_context_parallel_size": "DCP", "enable_expert_parallel": "EP"}
 """Ways to use GPUs other than tensor parallelism, by their names in cases."""
 
@@ -229,7 +230,7 @@ def of_models(measured: Sequence[tuple[dict[str, Any], Entry]]) -> tuple[list[st
     on_gpus = any(about.get("gpus") for about, _ in measured)
     machine, part = ("GPUs", "per GPU") if on_gpus else ("machine", "per process")
     headings = ["heads", machine, "tokens", "load", "backend", "output tokens/s", part, "per user", *LATENCIES]
-    headings += ["over the first", "start, s", "GB of the fullest GPU", "tokens that fit"]
+    headings += ["over the first", FOUND, "start, s", "GB of the fullest GPU", "tokens that fit"]
     rows = []
     for about, entry in measured:
         case, cache, memory = entry["case"], entry.get("cache") or {}, entry.get("gpu_memory_bytes")
@@ -241,8 +242,9 @@ def of_models(measured: Sequence[tuple[dict[str, Any], Entry]]) -> tuple[list[st
         speed, gpus, gap = entry["output_tokens_per_second"], entry["gpus"], entry["itl_s"]["p50"]
         row += [f"{speed:.1f}", "-" if gpus == 1 else f"{speed / gpus:.0f}"]
         row += [_cell(1 / gap if gap else None, "{:.0f}"), *latencies(entry), over_first(entry.get("over_first"))]
-        row += [_cell(entry.get("start_s"), "{:.0f}"), _cell(max(memory) / 1e9 if memory else None, "{:.1f}")]
-        rows.append([*row, _cell(cache.get("tokens"), "{:.0f}")])
+        row += [rows_found(entry), _cell(entry.get("start_s"), "{:.0f}")]
+        row += [_cell(max(memory) / 1e9 if memory else None, "{:.1f}"), _cell(cache.get("tokens"), "{:.0f}")]
+        rows.append(row)
     used = [i for i in range(len(headings)) if any(row[i] != "-" for row in rows)]
     return [headings[i] for i in used], [[row[i] for i in used] for row in rows]
 
@@ -308,8 +310,29 @@ def throughput_versus(*reports: Report, loads: str | None = None, against: str |
     return page(headings, rows, _models_measured(reports, compared, paired=True))
 
 
+def throughput_profiles(*reports: Report) -> str:
+    """Where the time of a decode step of each file's first load goes, in microseconds a step: what its kernels do."""
+    rows = []
+    for report in reports:
+        profiled = [entry for entry in ran(report) if entry.get("profile")]
+        for entry in (entry for entry in profiled if entry["case"] == profiled[0]["case"]):
+            profile, case = entry["profile"], entry["case"]
+            row = [runs.heads(report["environment"], case), runs.lengths(case), entry["backend"], rows_found(entry)]
+            times = [profile["total_us"] / profile["steps"], *kernel_times.by_group(profile).values()]
+            rows.append(row + [f"{time:.0f}" for time in times])
+    headings = ["heads", "prompt + output", "backend", FOUND, "all kernels", *kernel_times.GROUPS, kernel_times.REST]
+    seen = [column for column in range(len(headings)) if any(row[column] not in ("0", "-") for row in rows)]
+    return page([headings[column] for column in seen], [[row[column] for column in seen] for row in rows])
+
+
 def over_first(found: dict[str, float] | None) -> str:
     return "{median:.2f} ({low:.2f} to {high:.2f})".format(**found) if found else "-"
+
+
+def rows_found(entry: Entry) -> str:
+    """With HiSparse: the share that hot buffers had of the selected rows that were in no page on the GPU."""
+    hot, missing = ((entry.get("host_rows") or {}).get(name, 0) for name in ("hot", "from_host"))
+    return _cell(hot / (hot + missing) if hot + missing else None, "{:.0%}")
 
 
 def latencies(entry: Entry) -> list[str]:

@@ -32,6 +32,7 @@ CPU_BLOCK = 64  # tokens; a request may fill a block of them in part
 BACKEND = types.checked(
     str, re.compile(r"[^:]+(:[^:=]+(:\w+=[^:=]+)?)?").fullmatch, "NAME, NAME:CACHE or NAME:CACHE:OPTION=VALUE"
 )
+HOST_POOL = "host_pool_gib"  # an option of a backend that asks for vLLM's HiSparse
 FULL_DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """CUDA graphs of decode steps, without compiling the model first, which takes minutes."""
 SAME_NAME = (
@@ -41,7 +42,7 @@ SAME_NAME = (
 """Settings that vLLM has under the same name."""
 OF_CASES = (
     "engine kv_cache_dtype tensor_parallel_size data_parallel_size decode_context_parallel_size "
-    "enable_expert_parallel drafts"
+    "enable_expert_parallel drafts overlap"
 ).split()
 """Settings that the `case` of an entry has."""
 COUNTS = {"max-num-batched-tokens": "tokens of a step", "drafts": "tokens that the model's MTP layer drafts per step"}
@@ -75,7 +76,8 @@ Measure = Callable[[Path, Stages], Iterator[dict[str, Any]]]
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
     told = f"the engine's, such as {DEFAULT_BACKEND},FLASHMLA_SPARSE. One with a cache of another type: NAME:bfloat16, "
-    told += "and with an option of vLLM's --additional-config: NAME:fp8:mla_products=fp8"
+    told += "with an option of vLLM's --additional-config: NAME:fp8:mla_products=fp8, and with the cache on the host: "
+    told += f"NAME:fp8:{HOST_POOL}=8"
     parser.add_argument("--backend", type=types.listed(BACKEND), default=[DEFAULT_BACKEND], metavar="NAMES", help=told)
 
 
@@ -99,17 +101,19 @@ def add_engine_args(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -
     parser.add_argument("--engine-args", type=types.json_object, default={}, metavar="JSON", help=told)
     told = "vLLM draws the weights by their names, for folders of `models` without weights"
     parser.add_argument("--random-weights", type=types.whole(0), metavar="SEED", help=told)
+    told = "with --random-weights, for DeepSeek-V3.2: a share of what a token selects that the next one selects, too"
+    parser.add_argument("--overlap", type=types.share, metavar="SHARE", help=told)
 
 
 def engine_args(options: argparse.Namespace) -> dict[str, Any]:
     """What `add_engine_args` added."""
     seed = options.random_weights
-    return {**({} if seed is None else random_weights(seed)), **options.engine_args}
+    return {**({} if seed is None else random_weights(seed, options.overlap)), **options.engine_args}
 
 
-def random_weights(seed: int) -> dict[str, Any]:
+def random_weights(seed: int, overlap: float | None) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for `random_weights.py`."""
-    own = {"load_format": "mla_random", "model_loader_extra_config": {"seed": seed}}
+    own = {"load_format": "mla_random", "model_loader_extra_config": {"seed": seed, "overlap": overlap}}
     return {**own, "worker_extension_cls": "serving_benchmarks.run.random_weights.RandomWeightsWorker"}
 
 
@@ -138,7 +142,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options by name, for a result file. A step has room for the most requests in flight."""
-    names = ("engine", *SAME_NAME, "prefix_caching", "drafts", "no_compile")
+    names = ("engine", *SAME_NAME, "prefix_caching", "drafts", "no_compile", "overlap")
     given = {name: getattr(options, name, None) for name in names}
     given["engine_args"] = engine_args(options)
     return {**given, "max_num_seqs": max(in_flight or 0 for _, in_flight in options.loads) or None}
@@ -185,6 +189,9 @@ def parts_of(backend: str) -> tuple[str, dict[str, str], dict[str, Any]]:
 
 def with_option(made: dict[str, Any], option: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `vllm.LLM`, with an option of a backend."""
+    if HOST_POOL in option:
+        how = {"kv_connector": "HiSparseConnector", "kv_role": "kv_both", "kv_connector_extra_config": option}
+        return {**made, "kv_transfer_config": how}
     return {**made, "additional_config": {**made.get("additional_config", {}), **option}} if option else made
 
 

@@ -40,6 +40,22 @@ class MeasuredWorker:
         device, calls = self._measured_kernels.device, self._measured_kernels.runtime_calls
         return json.dumps({"device": device, "steps": self._measured_steps, "kernels": kernels, "calls": calls})
 
+    def measured_host_rows(self) -> str:
+        """Since the last call: how many selected rows decode found in the hot buffers of HiSparse (`hot`), and how many
+        came from the host. It does not count rows of whole pages on the GPU. None without HiSparse."""
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        caches = filter(None, (getattr(layer, "hisparse_cache", None) for layer in layers))
+        groups = [cache.runtime.index_group for cache in caches if cache.runtime.is_group_leader]
+        if not groups:
+            return "null"
+        from vllm.distributed.kv_transfer.kv_connector.v1.hisparse import worker
+
+        worker._METRICS_INTERVAL = 1 << 40  # vLLM empties the counters every so many steps
+        hot, misses = map(sum, zip(*(group.swap_stats.tolist() for group in groups), strict=True))
+        for group in groups:
+            group.swap_stats.zero_()
+        return json.dumps({"hot": hot, "from_host": misses, "groups": len(groups)})
+
 
 class VllmEngine:
     """`vllm.LLM`, step by step."""
@@ -56,8 +72,9 @@ class VllmEngine:
         self._engine = self._llm.llm_engine
         cache = self._engine.vllm_config.cache_config
         shared = arguments.get("decode_context_parallel_size", 1)
-        self.cache_tokens = cache.num_gpu_blocks * cache.block_size * shared if cache.num_gpu_blocks else None
-        """Tokens that fit into the cache."""
+        blocks = None if "kv_transfer_config" in arguments else cache.num_gpu_blocks
+        self.cache_tokens = blocks * cache.block_size * shared if blocks else None
+        """Tokens that fit into the cache. HiSparse has no such number: requests need more or less of it."""
         self._names: dict[str, str] = {}  # vLLM's own id of each request that has not ended
         self.decoding: set[str] = set()  # streamed requests that have a token and have not ended
 
@@ -93,6 +110,10 @@ class VllmEngine:
     def forget_prefixes(self) -> None:
         """Empties the prefix cache."""
         self._llm.reset_prefix_cache()
+
+    def host_rows(self) -> dict[str, int] | None:
+        """What `measured_host_rows` says of one worker."""
+        return json.loads(self._llm.collective_rpc("measured_host_rows")[0])
 
     def start_profile(self) -> None:
         self._llm.collective_rpc("measured_start")

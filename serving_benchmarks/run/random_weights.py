@@ -12,6 +12,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from serving_benchmarks.models import models
+from serving_benchmarks.run import overlap
 from serving_benchmarks.run.engine import MeasuredWorker
 
 
@@ -19,7 +20,7 @@ from serving_benchmarks.run.engine import MeasuredWorker
 class RandomWeights(BaseModelLoader):
     def __init__(self, load_config: LoadConfig):
         super().__init__(load_config)
-        self.seed = load_config.model_loader_extra_config["seed"]
+        self.seed, self.overlap = (load_config.model_loader_extra_config[name] for name in ("seed", "overlap"))
 
     def download_model(self, model_config: ModelConfig) -> None:
         pass
@@ -28,6 +29,8 @@ class RandomWeights(BaseModelLoader):
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         for name, parameter in model.named_parameters():
             models.draw(parameter, name, self.seed)
+        if self.overlap is not None:
+            overlap.install(model_config, self.overlap, parameter.device)
 
 
 class RandomWeightsWorker(MeasuredWorker):

@@ -77,6 +77,9 @@ class SglangEngine:
         done, self._running = self._engine.loop.run_until_complete(first)
         return [request.result() for request in done]
 
+    def host_rows(self) -> None:
+        """Not known."""
+
     def forget_prefixes(self) -> None:
         """Empties the prefix cache. SGLang refuses as long as its last step ends."""
         while self._keeps_prefixes and not self._engine.flush_cache().success:

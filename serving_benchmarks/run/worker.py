@@ -21,7 +21,7 @@ import numpy
 
 from serving_benchmarks.results import kernel_times, runs
 from serving_benchmarks.results.runs import Round
-from serving_benchmarks.run.engine import Ended, VllmEngine
+from serving_benchmarks.run.engine import Ended, MeasuredWorker, VllmEngine
 from serving_benchmarks.run.rounds import Events
 from serving_benchmarks.run.sglang_engine import SglangEngine
 from serving_benchmarks.run.workloads import random_prompts
@@ -83,11 +83,12 @@ def measure(
         engine.forget_prefixes()  # of an earlier load: a cached prompt is not computed
         run_round(engine, *load)
     done: list[Round] = []
+    engine.host_rows()
     for number in range(spec["rounds"]):
         events.wait(f"round {number + 1} of {spec['rounds']}", round=number)
         engine.forget_prefixes()
         done.append(run_round(engine, *load))
-    return runs.of_rounds(done)
+    return {**runs.of_rounds(done), "host_rows": engine.host_rows()}
 
 
 def profile(engine: VllmEngine, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
@@ -142,7 +143,9 @@ def vllm_answers(spec: dict[str, Any]) -> dict[str, Any]:
     """The answers of each batch, and the tokens that were drafted and accepted."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(spec["model"], skip_tokenizer_init=True, disable_log_stats=False, **spec["arguments"])
+    own = {"skip_tokenizer_init": True, "disable_log_stats": False}
+    own["worker_extension_cls"] = f"{MeasuredWorker.__module__}.MeasuredWorker"
+    llm = LLM(spec["model"], **{**own, **spec["arguments"]})
     new = spec["new_tokens"]
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=1, detokenize=False)
     found = []
@@ -154,7 +157,8 @@ def vllm_answers(spec: dict[str, Any]) -> dict[str, Any]:
             found[-1].append({"tokens": list(tokens), "logprobs": logprobs})
     totals = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     drafted, accepted = (int(totals.get(f"vllm:spec_decode_num_{of}_tokens", 0)) for of in ("draft", "accepted"))
-    return {"answers": found, "drafted": drafted, "accepted": accepted}
+    rows = json.loads(llm.collective_rpc("measured_host_rows")[0])
+    return {"answers": found, "drafted": drafted, "accepted": accepted, "host_rows": rows}
 
 
 def embedded_answers(spec: dict[str, Any]) -> dict[str, Any]:

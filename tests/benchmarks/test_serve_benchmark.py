@@ -116,6 +116,8 @@ def test_what_is_not_given_is_left_to_vllm(monkeypatch):
     assert common.engine_arguments(settings, "B:bfloat16") == {**arguments, **own_cache}
     given = common.engine_arguments({**settings, "engine_args": {"additional_config": {"a": 1}}}, "B:fp8:b=true")
     assert given["additional_config"] == {"a": 1, "b": True} and given["kv_cache_dtype"] == "fp8"
+    given = common.engine_arguments(settings, "B:fp8:host_pool_gib=8")["kv_transfer_config"]
+    assert (given["kv_connector"], given["kv_connector_extra_config"]) == ("HiSparseConnector", {"host_pool_gib": "8"})
 
 
 def test_on_a_cpu_vllm_gets_a_cache_for_the_load(small_model, monkeypatch):

@@ -1,6 +1,11 @@
 """The requests that workers get, what a worker measures, and how workers are interleaved."""
 
+import json
+import sys
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from serving_benchmarks.run import engine, worker, workloads
 
@@ -58,3 +63,27 @@ def test_random_prompts_are_the_same_each_time_and_have_nothing_in_common():
     assert one == same != other and {*map(len, one)} == {40} and set().union(*one) <= set(tokens)
     assert len({tuple(prompt[:20]) for prompt in one}) == 5
     assert workloads.random_prompts(2, 40, tokens, seed=1) == one[:2]
+
+
+def test_rows_from_the_host_are_counted_once_for_layers_that_share_a_selection(monkeypatch):
+    theirs = SimpleNamespace(_METRICS_INTERVAL=2000)
+    monkeypatch.setitem(
+        sys.modules, "vllm.distributed.kv_transfer.kv_connector.v1.hisparse", SimpleNamespace(worker=theirs)
+    )
+    first, second = (SimpleNamespace(swap_stats=torch.tensor(counts)) for counts in ([30, 10], [5, 1]))
+    pairs = ((first, True), (first, False), (second, True))
+    layers = [
+        SimpleNamespace(
+            hisparse_cache=SimpleNamespace(runtime=SimpleNamespace(index_group=group, is_group_leader=leads))
+        )
+        for group, leads in pairs
+    ]
+    layers += [SimpleNamespace(hisparse_cache=None), SimpleNamespace()]
+    measured = engine.MeasuredWorker()
+    measured.vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=dict(enumerate(layers)))
+    )
+    assert json.loads(measured.measured_host_rows()) == {"hot": 35, "from_host": 11, "groups": 2}
+    assert json.loads(measured.measured_host_rows()) == {"hot": 0, "from_host": 0, "groups": 2}, "since the last call"
+    measured.vllm_config.compilation_config.static_forward_context = {"a": layers[-1]}
+    assert json.loads(measured.measured_host_rows()) is None

@@ -1,8 +1,11 @@
 """Commands with the true vLLM, on a CPU: they measure our backend."""
 
+import functools
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import vllm_installed  # noqa: F401
 from commands import in_python
@@ -66,3 +69,28 @@ def test_each_engine_draws_the_same_weights(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     first, second = json.loads(output.read_text())["results"]
     assert first["finite"] and second["logprob_difference_max"] < 1e-3  # other weights: 1, about
+
+
+def test_layers_select_what_repeats_itself_in_place_of_what_the_indexer_found(monkeypatch):
+    from vllm.models.deepseek_v32 import attention
+
+    from serving_benchmarks.run import overlap
+
+    buffer, seen = torch.full((8, 64), -1, dtype=torch.int32), []
+
+    def attend(layer, positions, queries):
+        attention.sparse_attn_indexer(queries)
+        seen.append((layer, queries, buffer.clone()))
+
+    monkeypatch.setattr(attention, "sparse_attn_indexer", lambda queries: buffer)
+    monkeypatch.setattr(
+        attention.DeepseekV32Attention, "_sparse_indexer_and_attn", functools.wraps(attend)(lambda *args: attend(*args))
+    )
+    config = SimpleNamespace(max_model_len=2500, hf_text_config=SimpleNamespace(index_topk=64))
+    overlap.install(config, 0.75, torch.device("cpu"))
+    positions = torch.tensor([2300, 7, 2499])
+    attention.DeepseekV32Attention._sparse_indexer_and_attn("a layer", positions, "queries")
+    ((layer, queries, found),) = seen
+    assert (layer, queries) == ("a layer", "queries") and (found[3:] == -1).all()
+    wanted = [overlap.selected(position, position + 1, 64, 0.75) for position in positions.tolist()]
+    assert torch.equal(found[:3], torch.cat(wanted))

@@ -97,7 +97,7 @@ def test_the_simulation_evicts_hits_and_stages():
     assert any(one.length and 0 in one.pages[:1] for one in traffic.running) and len(traffic.ended) > 3
 
 
-def config(monkeypatch, host_gib: float, memory_gib: float = 100.0, **text):
+def config(monkeypatch, host_gib: float, memory_gib: float = 100.0, hot_rows: int | None = None, **text):
     """With HiSparse, on a machine with so much memory left."""
     from vllm.v1.hisparse import runtime
 
@@ -106,10 +106,13 @@ def config(monkeypatch, host_gib: float, memory_gib: float = 100.0, **text):
     monkeypatch.setattr(runtime, "psutil", SimpleNamespace(virtual_memory=lambda: left))
     extra = {"host_pool_gib": host_gib}
     given = config_with(
-        attention=dict(hisparse_config=object()),
+        attention=dict(hisparse_config=SimpleNamespace(device_buffer_size=hot_rows, eager_host_mirror=True)),
         kv_transfer=dict(kv_connector="HiSparseConnector", kv_connector_extra_config=extra),
         cache=dict(cache_dtype="fp8_ds_mla"),
-        model=dict(hf_text_config=SimpleNamespace(model_type="deepseek_v32", **text), architectures=["Deepseek"]),
+        model=dict(
+            hf_text_config=SimpleNamespace(model_type="deepseek_v32", index_topk=2048, **text),
+            architectures=["Deepseek"],
+        ),
     )
     given.model_config.hf_config = given.model_config.hf_text_config
     return given
@@ -119,6 +122,15 @@ def test_a_host_pool_that_memory_does_not_hold_is_refused_in_vllms_words(monkeyp
     assert host_tier.why_not(config(monkeypatch, 64)) is None
     assert "host pool needs ~128 GiB but only 100 GiB" in host_tier.why_not(config(monkeypatch, 128))
     assert "must be positive" in host_tier.why_not(config(monkeypatch, -1))
+
+
+def test_hot_rows_for_less_than_a_selection_are_refused_in_vllms_words(monkeypatch):
+    assert host_tier.why_not(config(monkeypatch, 64, hot_rows=2048)) is None
+    assert "device_buffer_size=2047" in host_tier.why_not(config(monkeypatch, 64, hot_rows=2047))
+    drafting = config(monkeypatch, 64, hot_rows=4096)
+    drafting.speculative_config = SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False)
+    assert "expected at least 6144" in host_tier.why_not(drafting)
+    assert "maximum is 32768" in host_tier.why_not(config(monkeypatch, 64, hot_rows=32769))
 
 
 def test_other_models_and_another_hisparse_are_refused(monkeypatch):
