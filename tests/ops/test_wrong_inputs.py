@@ -229,7 +229,7 @@ CASES = {
     "topk and out": (right.tokens(out=right.zeros(2, 4)), ValueError, r"^topk must be given where out is not, and only there; got 4"),
     "neither topk nor out": (right.tokens(topk=None), ValueError, r"^topk must be given where out is not"),
     "scores of another topk": (right.tokens(scores=torch.zeros(2, 5)), ValueError, r"^scores must be float32 \[T=2, topk=4\]; got float32 \[2, 5\]"),
-    "slots of a table alone": (right.tokens(slots_of=right.zeros(1, 2)), TypeError, r"^slots_of must be a pair of a block table and its block size; got Tensor"),
+    "slots of a table alone": (right.tokens(slots_of=right.zeros(1, 2)), TypeError, r"^slots_of must be a pair of blocks and their block size; got Tensor"),
     "slots of an int64 table": (right.tokens(slots_of=(torch.zeros(1, 2).long(), 16)), ValueError, r"^slots_of must be int32 \[R, max_blocks\]; got int64"),
     "slots of a list": (right.tokens(slots_of=([[0]], 16)), TypeError, r"^slots_of must be a torch.Tensor; got list"),
     "slots of blocks of a number": (right.tokens(slots_of=(right.zeros(1, 2), 16.0)), TypeError, r"^slots_of must have an int as its block size; got float"),

@@ -199,6 +199,23 @@ def random_index(
     )
 
 
+def random_candidates(problem: IndexProblem, size: int, share: float) -> tuple[Tensor, int]:
+    """Blocks of so many positions, rising, that each token may choose from: about this share of all, one behind the last
+    position among them, and -1 behind these."""
+    every = torch.arange(-(-problem.positions // size) + 1, dtype=torch.int32, device=problem.queries.device)
+    kept = torch.rand(len(problem.queries), len(every), device=every.device) < share
+    lists = torch.where(kept, every, 2**31 - 1).sort(1).values
+    return torch.where(lists == 2**31 - 1, -1, lists), size
+
+
+def among(candidates: tuple[Tensor, int], scores: Tensor, lengths: Tensor, topk: int) -> Tensor:
+    """The scores `[T, N]`, -inf where a token that sees more than topk positions may not choose."""
+    blocks, size = candidates
+    own = torch.arange(scores.shape[1], device=scores.device) // size
+    kept = (own.unsqueeze(1) == blocks.to(scores.device).unsqueeze(1)).any(2)
+    return scores.masked_fill(~kept & (lengths > topk).unsqueeze(1), -torch.inf)
+
+
 def problem_of_scores(scores: Tensor, block_size: int = 64, device: str = "cpu") -> IndexProblem:
     """A problem with just these fp32 scores `[T, N]`, on every device: token t is alone in request t.
 
