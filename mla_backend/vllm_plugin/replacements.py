@@ -97,6 +97,20 @@ SELECT = Replacement(
     },
     "mla_selection is refused; DeepGEMM's scores and vLLM's top-k select",
 )
+CANDIDATES = Replacement(
+    "candidates of select_tokens",
+    {
+        "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer.__init__": (
+            *("k_cache", "quant_block_size", "scale_fmt", "topk_tokens", "head_dim", "max_model_len"),
+            *("max_total_seq_len", "topk_indices_buffer", "skip_k_cache_insert", "use_fp4_cache", "compress_ratio"),
+            *("candidate_blocks", "candidate_block_size", "candidate_write"),
+        ),
+        "vllm.model_executor.kernels.attention.dsa.candidate_blocks:select_candidate_blocks": (
+            *("logits", "row_ks", "row_ke", "topk_blocks", "block_size", "out", "row_repeat"),
+        ),
+    },
+    "mla_selection is refused for DeepSeek-V4.1, whose layers all score whole contexts",
+)
 SHARE = Replacement(
     "shared selection",
     _INDEXER
@@ -119,7 +133,7 @@ MXFP4_KEYS = Replacement(
     "indexer_kv_dtype mxfp4 is vLLM's own, which needs Blackwell",
     on="any device",
 )
-ALL = (CONFIG, ROTATE, SPLIT, V4, V41, SELECT, SHARE, MXFP4_KEYS, CPU_INDEXER)
+ALL = (CONFIG, ROTATE, SPLIT, V4, V41, SELECT, CANDIDATES, SHARE, MXFP4_KEYS, CPU_INDEXER)
 
 
 def why_not(replacement: Replacement) -> str | None:
@@ -158,7 +172,7 @@ def report(on_cpu: bool, blackwell: bool) -> list[dict[str, Any]]:
             why = "vLLM has a faster kernel for Blackwell"
         elif why is not None:
             why = f"{why}: {each.cost}"
-        elif each is SELECT:
+        elif each in (SELECT, CANDIDATES):
             why = "DeepGEMM is faster; mla_selection turns it on"
         elif each is MXFP4_KEYS:
             why = "indexer_kv_dtype turns it on"

@@ -210,9 +210,11 @@ def random_candidates(problem: IndexProblem, size: int, share: float) -> tuple[T
 
 def among(candidates: tuple[Tensor, int], scores: Tensor, lengths: Tensor, topk: int) -> Tensor:
     """The scores `[T, N]`, -inf where a token that sees more than topk positions may not choose."""
-    blocks, size = candidates
-    own = torch.arange(scores.shape[1], device=scores.device) // size
-    kept = (own.unsqueeze(1) == blocks.to(scores.device).unsqueeze(1)).any(2)
+    blocks, size = candidates[0].to(scores.device), candidates[1]
+    positions = (blocks.unsqueeze(2) * size + torch.arange(size, device=scores.device)).flatten(1).long()
+    kept = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool, device=scores.device)
+    kept.scatter_(1, torch.where(positions < 0, scores.shape[1], positions.clamp(max=scores.shape[1])), True)
+    kept = kept[:, :-1]
     return scores.masked_fill(~kept & (lengths > topk).unsqueeze(1), -torch.inf)
 
 
