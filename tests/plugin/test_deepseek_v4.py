@@ -229,7 +229,9 @@ def test_rows_of_v41_are_native_where_asked_for(v4, monkeypatch):
 
     def pages() -> list[int]:
         cache = object.__new__(attention.DeepseekV4IndexerCache)
-        vars(cache).update(head_dim=132, dtype=torch.uint8, compress_ratio=1, cache_config=SimpleNamespace(block_size=64))
+        vars(cache).update(
+            head_dim=132, dtype=torch.uint8, compress_ratio=1, cache_config=SimpleNamespace(block_size=64)
+        )
         vars(cache).update(sparse_logits=False, rocm_mxfp4=False)
         layer = object.__new__(class_of(v4, "DeepSeek-V4.1"))
         native = attention._use_v41_mxfp8_kv_record()

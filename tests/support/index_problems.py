@@ -200,8 +200,8 @@ def random_index(
 
 
 def random_candidates(problem: IndexProblem, size: int, share: float) -> tuple[Tensor, int]:
-    """Blocks of so many positions, rising, that each token may choose from: about this share of all, one behind the last
-    position among them, and -1 behind these."""
+    """Blocks of so many positions that each token may choose from, rising, -1 behind the last: about this share of all,
+    and of one that lies behind all positions."""
     every = torch.arange(-(-problem.positions // size) + 1, dtype=torch.int32, device=problem.queries.device)
     kept = torch.rand(len(problem.queries), len(every), device=every.device) < share
     lists = torch.where(kept, every, 2**31 - 1).sort(1).values
