@@ -23,15 +23,19 @@ def asked(vllm_config: "VllmConfig") -> Any:
 
 
 def why_not(vllm_config: "VllmConfig") -> str | None:
-    """Why what is asked for can't be, and what to do; None if it can."""
+    """Why these rows can't be, asked for or vLLM's own choice, and what to do; None if they can."""
+    from vllm.platforms import current_platform
+
     given, option = asked(vllm_config), f"{OPTION} in --additional-config"
-    if given is None:
-        return None
-    if given != NATIVE:
+    if given not in (None, NATIVE):
         return f"{option} must be {NATIVE}; got {given!r}."
-    if v4_family(vllm_config.model_config) is not V41:
+    is_v41, capability = v4_family(vllm_config.model_config) is V41, current_platform.get_device_capability()
+    if given and not is_v41:
         return f"{option} is for {V41.models}. Leave it out."
-    unknown = replacements.why_not(replacements.NATIVE_ROWS)
+    anyway = is_v41 and capability is not None and capability.major == 10
+    unknown = replacements.why_not(replacements.NATIVE_ROWS) if given or anyway else None
+    if unknown is not None and anyway:
+        return f"needs vllm 0.33 for {V41.models} on sm_100: {unknown}. Install that one."
     return unknown and f"{option} does not fit: {unknown}. Leave it out."
 
 

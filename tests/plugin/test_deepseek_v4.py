@@ -247,8 +247,13 @@ def test_rows_of_v41_are_native_where_asked_for(v4, monkeypatch):
     with pytest.raises(ValueError, match="mla_v41_rows .* is for DeepSeek-V4.1. Leave it out"):
         settle("DeepseekV4ForCausalLM", "native")
     if replacements.why_not(replacements.NATIVE_ROWS) is not None:  # vLLM 0.32 lays them out otherwise
-        with pytest.raises(ValueError, match="mla_v41_rows .* does not fit: DeepseekV4SWACache|.* has other arguments"):
+        with pytest.raises(ValueError, match="mla_v41_rows .* does not fit: .*SWACache.* has other arguments"):
             settle("DeepseekV41ForCausalLM", "native")
+        with monkeypatch.context() as on_blackwell:
+            on_blackwell.setattr("vllm.platforms.current_platform", gpu(10, 0))
+            on_blackwell.setattr("mla_backend.library.about", lambda: {"cuda_archs": "100"})
+            with pytest.raises(ValueError, match="needs vllm 0.33 for DeepSeek-V4.1 on sm_100"):
+                settle("DeepseekV41ForCausalLM", None)
         monkeypatch.setattr(replacements, "NATIVE_ROWS", replacements.V41)
     settle("DeepseekV41ForCausalLM", "native")
     before = pages()
