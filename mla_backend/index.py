@@ -160,6 +160,7 @@ def select_tokens(
     lengths: Tensor,
     topk: int | None = None,
     *,
+    candidates: tuple[Tensor, int] | None = None,
     slots_of: tuple[Tensor, int] | None = None,
     return_scores: bool = False,
     workspace: Tensor | None = None,
@@ -178,6 +179,9 @@ def select_tokens(
         requests: int32 `[T]`, the row of the block table that a token uses.
         lengths: int32 `[T]`; a token sees the positions 0 to length - 1 of its request.
         topk: how many to choose, 1 to 4096.
+        candidates: lists of blocks, int32 `[T, B]`, and how many positions a block has: a token that sees more than
+            topk positions chooses from its list alone, by rising position, -1 behind the last block. Work is that of
+            these positions.
         slots_of: a block table of the same requests, int32 `[R, max_blocks]`, and its block size: the result is slots
             of that cache in place of positions, -1 where a position has none.
         return_scores: also return the scores of the chosen.
@@ -199,7 +203,8 @@ def select_tokens(
         raise ValueError(f"topk must be given where out is not, and only there; got {topk}")
     if block_table is None:
         cache, block_table = _one_sequence(cache, queries.device)
-    slot_table, slot_block_size = _slot_table(slots_of)
+    candidate_blocks, candidate_size = _blocks("candidates", candidates, MAX_POSITIONS)
+    slot_table, slot_block_size = _blocks("slots_of", slots_of, 2**31 - 1)
     tokens = queries.shape[:1]
     if out is None:
         require_count("topk", topk, at_least=1)
@@ -207,9 +212,8 @@ def select_tokens(
     if scores is None and return_scores:
         scores = torch.empty_like(out, dtype=torch.float32, memory_format=torch.contiguous_format)
     if workspace is None and queries.is_cuda:
-        workspace = torch.empty(
-            _workspace_bytes(queries, cache, block_table, out), dtype=torch.uint8, device=queries.device
-        )
+        needed = _workspace_bytes(queries, cache, block_table, candidate_blocks, candidate_size, out)
+        workspace = torch.empty(needed, dtype=torch.uint8, device=queries.device)
     call(
         torch.ops.mla_backend.select_tokens.default,
         queries,
@@ -220,6 +224,8 @@ def select_tokens(
         lengths,
         slot_table,
         slot_block_size,
+        candidate_blocks,
+        candidate_size,
         workspace,
         out,
         scores,
@@ -234,7 +240,7 @@ def select_workspace(
 
     Args:
         num_tokens, num_heads: T and H.
-        positions: of a request's row of the block table: max_blocks * block_size.
+        positions: of a request's row of the block table, max_blocks * block_size; or of a token's list of candidates.
         topk: how many are chosen.
         device: where.
     """
@@ -246,7 +252,9 @@ def select_workspace(
     return library.select_workspace_bytes(torch.device(device), num_tokens, num_heads, positions, topk)
 
 
-def _workspace_bytes(queries: Tensor, cache: Tensor, block_table: Tensor, out: Tensor) -> int:
+def _workspace_bytes(
+    queries: Tensor, cache: Tensor, block_table: Tensor, candidates: Tensor | None, candidate_size: int, out: Tensor
+) -> int:
     """What `select_tokens` needs. Where shapes may be symbols it is the most that any call needs; shapes that are wrong
     the op refuses before it looks at its workspace."""
     if torch.compiler.is_compiling():
@@ -254,6 +262,8 @@ def _workspace_bytes(queries: Tensor, cache: Tensor, block_table: Tensor, out: T
     if (queries.dim(), cache.dim(), block_table.dim(), out.dim()) != (3, 3, 2, 2):
         return 0
     positions = block_table.shape[1] * cache.shape[1]
+    if candidates is not None:
+        positions = candidates.shape[-1] * candidate_size
     return library.select_workspace_bytes(queries.device, *queries.shape[:2], positions, out.shape[1])
 
 
@@ -266,16 +276,16 @@ def _one_sequence(keys: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return cache, torch.zeros(1, blocks, dtype=torch.int32, device=device)
 
 
-def _slot_table(slots_of: tuple[Tensor, int] | None) -> tuple[Tensor | None, int]:
-    """The block table and the block size that positions become slots with."""
-    if slots_of is None:
+def _blocks(name: str, pair: tuple[Tensor, int] | None, most: int) -> tuple[Tensor | None, int]:
+    """Blocks, and how many positions each of them has."""
+    if pair is None:
         return None, 1
-    if not isinstance(slots_of, tuple) or len(slots_of) != 2:
-        raise TypeError(f"slots_of must be a pair of a block table and its block size; got {type(slots_of).__name__}")
-    table, block_size = slots_of
-    require_tensors(slots_of=table)
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise TypeError(f"{name} must be a pair of blocks and their block size; got {type(pair).__name__}")
+    blocks, block_size = pair
+    require_tensors(**{name: blocks})
     if isinstance(block_size, bool) or not isinstance(block_size, (int, torch.SymInt)):
-        raise TypeError(f"slots_of must have an int as its block size; got {type(block_size).__name__}")
-    if not 1 <= block_size < 2**31:
-        raise ValueError(f"slots_of must have a block size of 1 to {2**31 - 1}; got {block_size}")
-    return table, block_size
+        raise TypeError(f"{name} must have an int as its block size; got {type(block_size).__name__}")
+    if not 1 <= block_size <= most:
+        raise ValueError(f"{name} must have a block size of 1 to {most}; got {block_size}")
+    return blocks, block_size

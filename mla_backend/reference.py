@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from mla_backend.reference_numbers import (
     E4M3_MAX,
+    dequantise_keys,
     from_e2m1,
     from_nvfp4_scales,
     from_ue8m0,
@@ -26,8 +27,6 @@ from mla_backend.reference_numbers import (
 LATENT = 512
 ROPE = 64
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-KEY = 128
-"""Values of an indexer's key."""
 
 
 class Rows(NamedTuple):
@@ -605,22 +604,6 @@ def rotate_queries(
     return to_number(rotated(queries, cos_sin, True), torch.bfloat16), rounded, weights.float() * weight_scale * scales
 
 
-def dequantise_keys(cache: Tensor) -> Tensor:
-    """The indexer's keys, fp32 `[blocks, block_size, 128]`, of a cache of fp32 or of a format of docs/formats.md."""
-    if cache.dtype != torch.uint8:
-        return cache.float()
-    blocks, block_size, width = cache.shape
-    values, scales = cache.reshape(blocks, -1).split([block_size * (width - 4), block_size * 4], dim=1)
-    if width == KEY // 2 + 4:
-        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=cache.device)
-        codes = torch.stack([values & 15, values >> 4], dim=-1).view(blocks, block_size, 4, KEY // 4)
-        powers = (scales.int() << 23).view(torch.float32).masked_fill(scales == 255, torch.nan)
-        powers = powers.masked_fill(scales == 0, 2.0**-127).view(blocks, block_size, 4, 1)
-        return (numbers[codes.int()] * powers).flatten(2)
-    values = values.contiguous().view(torch.float8_e4m3fn).float().view(blocks, block_size, KEY)
-    return values * scales.contiguous().view(torch.float32).unsqueeze(-1)
-
-
 def index_scores(
     queries: Tensor,
     weights: Tensor,
@@ -680,18 +663,27 @@ def select_tokens(
     lengths: Tensor,
     topk: int,
     slots_of: tuple[Tensor, int] | None = None,
+    candidates: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The positions of each token's topk best keys, as index_scores and select_top find them, and their scores, -inf
     where there is no position: int32 and fp32 `[T, topk]`.
 
     Without a block table the cache is the keys of one sequence `[N, 128]`. With slots_of, a block table and its block
-    size, positions become slots.
+    size, positions become slots. With candidates, int32 `[T, B]` and a block size, tokens that see more than topk
+    positions choose from these blocks of them, rising, -1 behind the last.
     """
     if block_table is None:
         cache, block_table = cache.unsqueeze(1), torch.arange(len(cache), device=cache.device).unsqueeze(0)
     # one position without a key stands for all that follow
     positions = min(int(lengths.max()) if len(lengths) else 0, max(block_table.shape[1] * cache.shape[1], topk) + 1)
     scores = index_scores(queries, weights, cache, block_table, requests, lengths, max(positions, 0))
+    if candidates is not None:
+        blocks, size = candidates
+        every = -(-scores.shape[1] // size)
+        at = torch.where((blocks < 0) | (blocks >= every), every, blocks).long()
+        kept = torch.zeros(len(scores), every + 1, dtype=torch.bool, device=scores.device).scatter_(1, at, True)
+        kept = kept[:, :every].repeat_interleave(size, 1)[:, : scores.shape[1]] | (lengths <= topk).unsqueeze(1)
+        scores = scores.masked_fill(~kept, -torch.inf)
     chosen = select_top(scores, lengths, topk)
     padded = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
     own = padded.gather(1, torch.where(chosen < 0, scores.shape[1], chosen).long())

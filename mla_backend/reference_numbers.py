@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 E4M3_MAX = 448.0
+KEY = 128
+"""Values of an indexer's key."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -63,3 +65,19 @@ def to_ue8m0(powers: Tensor) -> Tensor:
 def from_ue8m0(scales: Tensor) -> Tensor:
     """Bytes that are powers of two as float32: 2^(byte - 127), and NaN for 255."""
     return torch.exp2(scales.double() - 127).float().masked_fill(scales == 255, torch.nan)
+
+
+def dequantise_keys(cache: Tensor) -> Tensor:
+    """The indexer's keys, fp32 `[blocks, block_size, 128]`, of a cache of fp32 or of a format of docs/formats.md."""
+    if cache.dtype != torch.uint8:
+        return cache.float()
+    blocks, block_size, width = cache.shape
+    values, scales = cache.reshape(blocks, -1).split([block_size * (width - 4), block_size * 4], dim=1)
+    if width == KEY // 2 + 4:
+        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=cache.device)
+        codes = torch.stack([values & 15, values >> 4], dim=-1).view(blocks, block_size, 4, KEY // 4)
+        powers = (scales.int() << 23).view(torch.float32).masked_fill(scales == 255, torch.nan)
+        powers = powers.masked_fill(scales == 0, 2.0**-127).view(blocks, block_size, 4, 1)
+        return (numbers[codes.int()] * powers).flatten(2)
+    values = values.contiguous().view(torch.float8_e4m3fn).float().view(blocks, block_size, KEY)
+    return values * scales.contiguous().view(torch.float32).unsqueeze(-1)

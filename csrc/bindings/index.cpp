@@ -145,8 +145,8 @@ MLA_OP(select_top, Tensor scores, Tensor lengths, Written chosen) {
 }
 
 MLA_OP(select_tokens, Tensor queries, Tensor weights, Tensor cache, Tensor block_table, Tensor requests, Tensor lengths,
-       OptionalTensor slots_of, SymInt slot_block_size, OptionalWritten workspace, Written out,
-       OptionalWritten scores) {
+       OptionalTensor slots_of, SymInt slot_block_size, OptionalTensor candidates, SymInt candidate_size,
+       OptionalWritten workspace, Written out, OptionalWritten scores) {
   SelectTokensProblem p{};
   static_cast<IndexProblem&>(p) = expect_index(queries, weights, cache, block_table, requests, lengths);
   if (p.max_blocks > 0 && p.cache.block_size > kMaxSelectPositions / p.max_blocks)
@@ -157,6 +157,16 @@ MLA_OP(select_tokens, Tensor queries, Tensor weights, Tensor cache, Tensor block
   p.topk = expect_range(out.size(1), "topk", 1, kMaxSelected);
   p.chosen_scores =
       expect<float>(scores, "scores", {{"T", p.tokens}, {"topk", p.topk}}, queries, {&p.chosen_score_token});
+  if (candidates) {
+    CandidateBlocks& own = p.candidate_blocks;
+    own.blocks = expect<int32_t>(*candidates, "candidates", {{"T", p.tokens}, {"blocks"}}, queries, {&own.stride});
+    own.size = expect_range(candidate_size, "candidate_size", 1, kMaxSelectPositions);
+    if (candidates->size(1) > kMaxSelectPositions / own.size)
+      reject("candidates", "of up to " + std::to_string(kMaxSelectPositions) + " positions a token",
+             std::to_string(candidates->size(1)) + " blocks of " + std::to_string(own.size));
+    own.count = static_cast<int32_t>(candidates->size(1)), own.unless = p.topk;
+    p.positions = std::max(own.count * own.size, p.topk);
+  }
   if (slots_of) p.slots = expect_block_table(*slots_of, "slots_of", slot_block_size, "slot_block_size", queries);
   if (workspace) {
     p.workspace = expect<uint8_t>(*workspace, "workspace", {{"bytes"}}, queries);

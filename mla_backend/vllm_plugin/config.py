@@ -7,7 +7,17 @@ import torch
 
 from mla_backend import tried_versions
 from mla_backend.arguments import dtype_name
-from mla_backend.vllm_plugin import host_tier, mxfp4_keys, products, replacements, selection, sharing, staging, versions
+from mla_backend.vllm_plugin import (
+    host_tier,
+    mxfp4_keys,
+    native_rows,
+    products,
+    replacements,
+    selection,
+    sharing,
+    staging,
+    versions,
+)
 from mla_backend.vllm_plugin.models import SERVED, V41, has_v4_attention, is_draft, is_served, v4_family, why_not
 from mla_backend.vllm_plugin.selection import WORKERS
 
@@ -204,6 +214,7 @@ def _features(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
         or _unknown(vllm_config)
         or _staging(vllm_config)
         or products.why_not(vllm_config, _has_fp8_rows(vllm_config))
+        or native_rows.why_not(vllm_config)
         or _selection(name, vllm_config, on_cpu)
         or _sharing(name, vllm_config, on_cpu)
     )
@@ -266,7 +277,7 @@ def _has_fp8_rows(vllm_config: "VllmConfig") -> bool:
 
 
 def _unknown(vllm_config: "VllmConfig") -> str | None:
-    given, known = getattr(vllm_config, "additional_config", None), (products, selection, sharing, staging)
+    given, known = getattr(vllm_config, "additional_config", None), (products, selection, sharing, staging, native_rows)
     names = [subject.OPTION for subject in known]
     wrong = [key for key in given if key.startswith("mla_") and key not in names] if isinstance(given, dict) else []
     return f"knows {', '.join(names)} in --additional-config; got {wrong[0]}." if wrong else None

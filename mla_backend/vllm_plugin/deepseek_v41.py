@@ -20,7 +20,7 @@ class SparseMLAV41Attention(V4Attention, DeepseekV4FlashMLAAttention):
 
     @property
     def row_format(self) -> str:
-        return "fp8_528" if self.kv_mxfp8 else FORMAT  # vLLM writes the former on sm_100
+        return "fp8_528" if self.kv_mxfp8 else FORMAT  # the former on sm_100, and by native_rows
 
     @property
     def selection(self) -> int | None:

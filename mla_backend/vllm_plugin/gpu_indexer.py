@@ -24,7 +24,7 @@ from mla_backend.index import MAX_WORKSPACE
 from mla_backend.keys import write_keys
 from mla_backend.vllm_plugin import mxfp4_keys, versions
 from mla_backend.vllm_plugin.replacements import by_name, instead_of
-from mla_backend.vllm_plugin.selection import OP, seen_by_tokens, select_into
+from mla_backend.vllm_plugin.selection import OP, order, seen_by_tokens, select_into
 
 
 def install(share: Callable[..., Any] | None = None) -> None:
@@ -87,6 +87,8 @@ def select(
     topk_tokens: int,
     topk_indices_buffer: Tensor,
     dense_mha_metadata_layer_name: LayerNameType,
+    candidate_blocks: Tensor | None = None,
+    candidate_block_size: int = 0,
 ) -> None:
     """Writes the keys k, unless they are None, and selects into the buffer. Arguments are those of vLLM's function."""
     context = get_forward_context()
@@ -102,7 +104,9 @@ def select(
     if is_dense(context, _resolve_layer_name(dense_mha_metadata_layer_name)):
         return
     what = q_quant, weights, kv_cache, batch.block_table, batch.requests, batch.lengths
-    select_into(topk_indices_buffer, len(hidden_states), topk_tokens, *what, workspace=workspace)
+    candidates = None if candidate_blocks is None else (candidate_blocks, candidate_block_size)
+    given = dict(workspace=workspace, candidates=candidates)
+    select_into(topk_indices_buffer, len(hidden_states), topk_tokens, *what, **given)
 
 
 def insert(keys: Tensor, cache: Tensor, slots: Tensor, quant_block_size: int, scale_fmt: str | None) -> None:
@@ -139,10 +143,14 @@ def in_place_of(theirs: Any) -> Any:
 class GpuIndexer(indexer.SparseAttnIndexer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.use_fp4_cache or self.candidate_blocks is not None:
-            raise ValueError("mla_selection: has no FP4 queries and no candidate blocks. Leave it out.")
+        if self.use_fp4_cache:
+            raise ValueError("mla_selection: has no FP4 queries. Leave it out.")
 
     def forward_cuda(self, hidden_states: Tensor, q_quant: Tensor, k: Tensor | None, weights: Tensor) -> Tensor:
+        if self.candidate_write:  # whose blocks follow from all scores, which ours doesn't keep
+            super().forward_cuda(hidden_states, q_quant, k, weights)
+            order(self.candidate_blocks[: len(hidden_states)])
+            return self.topk_indices_buffer
         getattr(torch.ops.vllm, OP.partition("::")[2])(
             hidden_states,
             _encode_layer_name(self.k_cache.prefix),
@@ -155,5 +163,7 @@ class GpuIndexer(indexer.SparseAttnIndexer):
             self.topk_tokens,
             self.topk_indices_buffer,
             _encode_layer_name(self.dense_mha_metadata_layer_name),
+            self.candidate_blocks,
+            self.candidate_block_size,
         )
         return self.topk_indices_buffer

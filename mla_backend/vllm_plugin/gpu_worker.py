@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from mla_backend.vllm_plugin import mxfp4_keys, selection, sharing
+from mla_backend.vllm_plugin import mxfp4_keys, native_rows, selection, sharing
 from mla_backend.vllm_plugin.models import V41, v4_family
 
 
@@ -14,6 +14,8 @@ class SparseMLAWorker(Worker):
             from mla_backend.vllm_plugin import deepseek_v41
 
             deepseek_v41.install()
+            if native_rows.asked(self.vllm_config):
+                native_rows.install()
         elif family is not None:
             from mla_backend.vllm_plugin import deepseek_v4
 

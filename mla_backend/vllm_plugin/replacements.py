@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mla_backend import signatures, tried_versions
 
 V4_MODEL, V41_MODEL = (f"vllm.models.deepseek_{name}.nvidia.model" for name in ("v4", "v41"))
-V32_ATTENTION = "vllm.models.deepseek_v32.attention"
+V32_ATTENTION, V41_ATTENTION = (f"vllm.models.deepseek_{name}.attention" for name in ("v32", "v41"))
 INDEXER_BUILDER = "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder"
 FUSED_Q = (
     *("positions", "q_pe", "q_pe_cos_sin_cache", "index_q", "index_q_cos_sin_cache", "ql_nope", "q_scale"),
@@ -61,8 +61,23 @@ def _v4_layers(name: str, model: str, more: dict[str, tuple[str, ...]]) -> Repla
 
 
 V4 = _v4_layers("DeepSeek-V4", V4_MODEL, {})
-SHARED_CACHE = "vllm.models.deepseek_v41.attention:DeepseekV4Attention._compressed_kv_cache"
+SHARED_CACHE = f"{V41_ATTENTION}:DeepseekV4Attention._compressed_kv_cache"
 V41 = _v4_layers("DeepSeek-V4.1", V41_MODEL, {SHARED_CACHE: ()})
+NATIVE_ROWS = Replacement(
+    "native rows of DeepSeek-V4.1",
+    {
+        f"{V41_ATTENTION}:_use_v41_mxfp8_kv_record": (),
+        "vllm.models.deepseek_v41.common.ops.fused_compress_quant_cache:rope_quant_insert": (
+            *("latent", "positions", "cos_sin_cache", "kv_cache", "slot_mapping", "compress_ratio", "fp8_scale"),
+        ),
+        # vLLM 0.32 puts the scales of a block's rows behind them
+        "vllm.v1.attention.backends.mla.sparse_swa:DeepseekV4SWACache.__init__": (
+            *("head_dim", "window_size", "dtype", "prefix", "cache_config", "backend_cls", "block_size"),
+            *("packed_bytes_per_token", "packed_page_alignment", "packed_block_stride_alignment", "bounded_replay"),
+        ),
+    },
+    "mla_v41_rows is refused; Hopper's rows have 584 bytes in place of 528",
+)
 QUANTISE = "per_token_group_quant_fp8"
 CPU_INDEXER = Replacement(
     "indexer on a CPU",
@@ -97,6 +112,20 @@ SELECT = Replacement(
     },
     "mla_selection is refused; DeepGEMM's scores and vLLM's top-k select",
 )
+CANDIDATES = Replacement(
+    "candidates of select_tokens",
+    {
+        "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer.__init__": (
+            *("k_cache", "quant_block_size", "scale_fmt", "topk_tokens", "head_dim", "max_model_len"),
+            *("max_total_seq_len", "topk_indices_buffer", "skip_k_cache_insert", "use_fp4_cache", "compress_ratio"),
+            *("candidate_blocks", "candidate_block_size", "candidate_write"),
+        ),
+        "vllm.model_executor.kernels.attention.dsa.candidate_blocks:select_candidate_blocks": (
+            *("logits", "row_ks", "row_ke", "topk_blocks", "block_size", "out", "row_repeat"),
+        ),
+    },
+    "mla_selection is refused for DeepSeek-V4.1, whose layers all score whole contexts",
+)
 SHARE = Replacement(
     "shared selection",
     _INDEXER
@@ -119,7 +148,7 @@ MXFP4_KEYS = Replacement(
     "indexer_kv_dtype mxfp4 is vLLM's own, which needs Blackwell",
     on="any device",
 )
-ALL = (CONFIG, ROTATE, SPLIT, V4, V41, SELECT, SHARE, MXFP4_KEYS, CPU_INDEXER)
+ALL = (CONFIG, ROTATE, SPLIT, V4, V41, NATIVE_ROWS, SELECT, CANDIDATES, SHARE, MXFP4_KEYS, CPU_INDEXER)
 
 
 def why_not(replacement: Replacement) -> str | None:
@@ -158,8 +187,10 @@ def report(on_cpu: bool, blackwell: bool) -> list[dict[str, Any]]:
             why = "vLLM has a faster kernel for Blackwell"
         elif why is not None:
             why = f"{why}: {each.cost}"
-        elif each is SELECT:
+        elif each in (SELECT, CANDIDATES):
             why = "DeepGEMM is faster; mla_selection turns it on"
+        elif each is NATIVE_ROWS:
+            why = "mla_v41_rows turns it on"
         elif each is MXFP4_KEYS:
             why = "indexer_kv_dtype turns it on"
         elif each is SHARE:

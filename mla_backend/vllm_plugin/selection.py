@@ -16,6 +16,8 @@ OPTION = "mla_selection"
 """In vLLM's --additional-config: whether our op selects on a GPU. By default only where `why_by_default` says so."""
 WORKERS = ("vllm.v1.worker.gpu_worker.Worker", "mla_backend.vllm_plugin.gpu_worker.SparseMLAWorker")
 """vLLM's, and ours, which puts our indexer into its models."""
+ORDERED_AT_ONCE = 1024
+"""Tokens whose candidate blocks are sorted together: sorting takes five times their memory."""
 THEIR_OP, OP = "vllm::sparse_attn_indexer", "vllm::mla_backend_select"
 
 
@@ -63,15 +65,29 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
             return "has MXFP4 keys for models like DeepSeek-V3.2 alone; leave out indexer_kv_dtype"
         if (unknown := replacements.why_not(replacements.MXFP4_KEYS)) is not None:
             return f"does not fit: {unknown}; leave out indexer_kv_dtype"
-    return why_not_indexer(vllm_config, ("fp8", "mxfp4"))
+    if has_candidates(vllm_config.model_config.hf_text_config):
+        from vllm.utils.deep_gemm import has_deep_gemm
+
+        if (unknown := replacements.why_not(replacements.CANDIDATES)) is not None:
+            return f"does not fit: {unknown}"
+        if not has_deep_gemm():
+            return "leaves the choice of candidate blocks to vLLM, which needs DeepGEMM for it"
+    return why_not_indexer(vllm_config, ("fp8", "mxfp4"), candidates=True)
 
 
-def why_not_indexer(vllm_config: "VllmConfig", keys: tuple[str, ...] = ("fp8",)) -> str | None:
-    """Why a model's indexer is not one of scores of such keys alone; None if it is."""
+def has_candidates(text_config: Any) -> bool:
+    """Whether layers choose among blocks that an earlier one kept, as in DeepSeek-V4.1."""
+    return getattr(text_config, "candidate_source_layer_id", -1) >= 0
+
+
+def why_not_indexer(
+    vllm_config: "VllmConfig", keys: tuple[str, ...] = ("fp8",), *, candidates: bool = False
+) -> str | None:
+    """Why a model's indexer is not one of scores of such keys alone, or of candidates' keys; None if it is."""
     text_config = vllm_config.model_config.hf_text_config
     if getattr(text_config, "index_kpool", None):
         return "does not take pooled keys"
-    if getattr(text_config, "candidate_source_layer_id", -1) >= 0:
+    if has_candidates(text_config) and not candidates:
         return "does not keep to the blocks that an earlier layer picked"
     if (sizes := wrong_sizes(text_config)) is not None:
         return sizes
@@ -119,6 +135,13 @@ def seen_by_tokens(
     return requests, lengths
 
 
+def order(blocks: Tensor) -> None:
+    """Sorts each token's candidate blocks, int32 `[T, B]`, -1 last. vLLM keeps them in any order."""
+    for some in blocks.split(ORDERED_AT_ONCE):
+        flipped = some ^ 0x7FFFFFFF  # -1 becomes the smallest
+        some.copy_(flipped.sort(1, descending=True).values ^ 0x7FFFFFFF)
+
+
 def select_into(
     buffer: Tensor,
     rows: int,
@@ -130,9 +153,11 @@ def select_into(
     requests: Tensor,
     lengths: Tensor,
     workspace: Tensor | None = None,
+    candidates: tuple[Tensor, int] | None = None,
 ) -> None:
     """Selects for the first T tokens, whose requests and lengths are given. The first rows of the buffer get each
-    token's positions, rising, and -1 everywhere else."""
+    token's positions, rising, and -1 everywhere else. `candidates` are those of `select_tokens`, of T tokens or more.
+    """
     tokens = len(lengths)
     if tokens:
         select_tokens(
@@ -142,6 +167,7 @@ def select_into(
             block_table,
             requests,
             lengths,
+            candidates=candidates and (candidates[0][:tokens], candidates[1]),
             workspace=workspace,
             out=buffer[:tokens, :topk],
         )

@@ -58,6 +58,24 @@ def test_long_contexts_agree_with_the_reference(kind, tokens, longest, heads, bl
         assert_equal(prompt.only(some).select(topk), tuple(x[some] for x in together))
 
 
+@pytest.mark.parametrize(("tokens", "longest", "heads"), [(1, 130000, 32), (7, 33000, 64), (300, 20000, 32)])
+def test_candidates_with_the_best_of_long_contexts_give_these(tokens, longest, heads):
+    problem = random_problem("fp8", tokens, heads, longest, min(tokens, 9), blocks=700, dtype=torch.float8_e4m3fn)
+    problem.lengths[0] = longest
+    for some in problem, problem.of_prompts([tokens]):
+        want = some.select(512)
+        for size in 8, 64:
+            every = torch.arange(-(-longest // size), dtype=torch.int32, device="cuda").expand(tokens, -1)
+            kept = torch.rand(every.shape, device="cuda") < 0.1
+            kept.scatter_(1, want[0].clamp(min=0).long() // size, True)
+            lists = torch.where(kept, every, 2**31 - 1).sort(1).values[:, : int(kept.sum(1).max())]
+            for candidates in (every, size), (lists, size), (torch.where(lists == 2**31 - 1, -1, lists), size):
+                assert_equal(some.select(512, candidates=candidates), want)
+            own = torch.tensor([tokens - 1], device="cuda")
+            got = some.only(own).select(512, candidates=(lists[own], size))
+            assert_equal(got, tuple(x[own] for x in want))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", [32, 64, 100])
 def test_small_case(kind, heads):

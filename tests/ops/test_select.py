@@ -15,9 +15,11 @@ from index_problems import (
     QUERY_DTYPES,
     TOPKS,
     IndexProblem,
+    among,
     index_problems,
     orders,
     problem_of_scores,
+    random_candidates,
     random_index,
     random_keys,
 )
@@ -44,9 +46,9 @@ def test_selections_are_those_of_the_two_ops(cpu_kernel, problem, topk):
     assert torch.equal(scores, torch.where(chosen < 0, -torch.inf, own))
 
 
-def best_of_few(problem: IndexProblem) -> tuple[Tensor, Tensor]:
+def best_of_few(problem: IndexProblem, **options) -> tuple[Tensor, Tensor]:
     """All scores of contexts of up to 4096 positions, as this op finds them, and their lengths."""
-    return problem.select(4096)[1], problem.lengths.clamp(min=0)
+    return problem.select(4096, **options)[1], problem.lengths.clamp(min=0)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 32, 64, 128])
@@ -87,6 +89,10 @@ def test_any_scores_are_selected_from_exactly(device, data):
     lengths = torch.randint(-2, positions + 1, (tokens,), dtype=torch.int32)
     problem.lengths = lengths.to(device)
     assert torch.equal(problem.select(topk)[0].cpu(), reference.select_top(scores, lengths, topk)), names
+    candidates = random_candidates(problem, data.draw(st.sampled_from([1, 3, 8, 16, 50])), data.draw(st.floats(0, 1)))
+    scores = among(candidates, scores, lengths, topk)
+    found, _ = problem.select(topk, candidates=candidates)
+    assert torch.equal(found.cpu(), reference.select_top(scores, lengths, topk)), names
 
 
 @pytest.mark.parametrize(
@@ -107,6 +113,42 @@ def test_the_largest_are_selected_by_rising_position(device, scores, topk, want)
     assert chosen[0].tolist() == want
     expected = torch.tensor([scores[i] if i >= 0 else -INF for i in want])
     assert torch.equal(own[0].cpu().nan_to_num(99.0, INF, -INF), expected.nan_to_num(99.0, INF, -INF))
+
+
+@pytest.mark.parametrize(("block_size", "size", "heads"), [(64, 8, 32), (16, 24, 100), (61, 8, 3), (64, 3, 40)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_candidates_have_the_bits_that_they_have_among_all(device, cpu_kernel, kind, block_size, size, heads):
+    problem = random_index(kind, 12, heads, 900, 2, block_size, 40, dtype=E4M3, device=device)
+    problem.block_table[1, ::3] = -1
+    for some in problem, problem.of_prompts([7, 5]):
+        every = random_candidates(some, size, 1.0)
+        # Hopper's own kernels round MXFP4 keys otherwise, and take no candidates
+        scores, lengths = best_of_few(some, **(dict(candidates=every) if kind == "mxfp4_68" else {}))
+        scores.masked_fill_(torch.arange(4096, device=device) >= lengths.unsqueeze(1), -INF)
+        for topk, share in ((1, 0.1), (100, 1.0), (300, 0.1), (100, 0.5)):
+            candidates = random_candidates(some, size, share)
+            chosen, own = some.select(topk, candidates=candidates)
+            want = among(candidates, scores, lengths, topk)
+            assert torch.equal(chosen, reference.select_top(want, lengths, topk))
+            known = want.gather(1, chosen.clamp(min=0).long())
+            assert torch.equal(own, torch.where(chosen < 0, -INF, known))
+    exact, _ = reference.select_tokens(*some.arguments(), topk, candidates=candidates)
+    assert torch.equal(exact < 0, chosen < 0)
+
+
+def test_candidates_may_be_anything(device):
+    problem = random_index("fp8", 9, 16, 700, dtype=E4M3, device=device)
+    garbage = torch.tensor([-1, 0, 3, 3, 80, 87, 88, 2**31 - 1, -(2**31)], dtype=torch.int32, device=device)
+    lists = garbage[torch.randint(0, len(garbage), (9, 40), device=device)]
+    table = torch.randint(0, 50, (3, 11), dtype=torch.int32, device=device)
+    positions, _ = problem.select(30, candidates=(lists, 8))
+    for token, length in enumerate(problem.lengths.tolist()):
+        own = positions[token][positions[token] >= 0]
+        assert (own < length).all() and (length <= 30 or (own.unsqueeze(1) // 8 == lists[token]).any(1).all())
+    slots, _ = problem.select(30, candidates=(lists, 8), slots_of=(table, 64))
+    assert torch.equal(slots, mla_backend.convert_indices(positions, table, problem.requests, 64)[0])
+    none, _ = problem.select(30, candidates=(lists[:, :0], 8))
+    assert ((none < 0) | (problem.lengths <= 30).unsqueeze(1)).all()
 
 
 @pytest.mark.parametrize(

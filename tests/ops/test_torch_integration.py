@@ -111,7 +111,7 @@ def test_an_indexer_compiles_without_a_graph_break():
         chosen = mla_backend.select_top(scores, lengths, 10)
         arguments = rotated, weights, cache, table, requests, lengths
         again, _ = mla_backend.select_tokens(*arguments, 10, return_scores=True)
-        slots = mla_backend.select_tokens(*arguments, 10, slots_of=(table, 16))
+        slots = mla_backend.select_tokens(*arguments, 10, slots_of=(table, 16), candidates=(scores[:, :3].int(), 8))
         one = mla_backend.select_tokens(*arguments[:2], cache.view(-1, 128), None, requests * 0, lengths, 10)
         return torch.cat([chosen, again, slots, one]) + 1
 

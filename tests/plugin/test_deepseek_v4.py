@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import vllm_installed  # noqa: F401
-from mla_backend import reference
+from mla_backend import FORMATS, reference
 from mla_backend.vllm_plugin import config as plugin_config
-from mla_backend.vllm_plugin import models, replacements, versions
+from mla_backend.vllm_plugin import models, native_rows, replacements, versions
 from problems import assert_accurate, random_cache
 from tests.plugin.test_registration import gpu
 from vllm_models import config_with
@@ -213,6 +213,53 @@ def test_on_a_gpu_a_worker_of_ours_builds_the_model(monkeypatch, name):
         plugin_config.settle(config)
     with pytest.raises(ValueError, match="--kv-cache-dtype must be one of auto, fp8, .*; got bfloat16"):
         plugin_config.settle(v4_config(name, cache_dtype="bfloat16"))
+
+
+def test_rows_of_v41_are_native_where_asked_for(v4, monkeypatch):
+    attention = importlib.import_module(replacements.V41_ATTENTION)
+    records = importlib.import_module("vllm.models.deepseek_v41.common.ops.cache_utils")
+    monkeypatch.setattr("vllm.platforms.current_platform", gpu(9, 0))
+    monkeypatch.setattr("mla_backend.library.about", lambda: {"cuda_archs": "90a"})
+    monkeypatch.setattr(attention, "_use_v41_mxfp8_kv_record", lambda: False)
+
+    def settle(name, rows):
+        config = v4_config(name)
+        config.additional_config = {native_rows.OPTION: rows}
+        plugin_config.settle(config)
+
+    def pages() -> list[int]:
+        cache = object.__new__(attention.DeepseekV4IndexerCache)
+        vars(cache).update(
+            head_dim=132, dtype=torch.uint8, compress_ratio=1, cache_config=SimpleNamespace(block_size=64)
+        )
+        vars(cache).update(sparse_logits=False, rocm_mxfp4=False)
+        layer = object.__new__(class_of(v4, "DeepSeek-V4.1"))
+        native = attention._use_v41_mxfp8_kv_record()
+        vars(layer).update(is_kv_source=True, kv_cache_dtype="fp8_ds_mla", head_dim=512, compress_ratio=1)
+        vars(layer).update(compressed_bytes_per_token=records.V41_BYTES_PER_TOKEN if native else 584)
+        vars(layer).update(kv_page_alignment=512 if native else 576, kv_mxfp8=native)
+        config = config_with(cache=dict(cache_dtype="fp8_ds_mla", block_size=64))
+        assert FORMATS[layer.row_format].token_bytes == layer.compressed_bytes_per_token
+        return [one.get_kv_cache_spec(config).page_size_bytes for one in (cache, layer)]
+
+    with pytest.raises(ValueError, match="mla_v41_rows .* must be native; got 'v4'"):
+        settle("DeepseekV41ForCausalLM", "v4")
+    with pytest.raises(ValueError, match="mla_v41_rows .* is for DeepSeek-V4.1. Leave it out"):
+        settle("DeepseekV4ForCausalLM", "native")
+    if replacements.why_not(replacements.NATIVE_ROWS) is not None:  # vLLM 0.32 lays them out otherwise
+        with pytest.raises(ValueError, match="mla_v41_rows .* does not fit: .*SWACache.* has other arguments"):
+            settle("DeepseekV41ForCausalLM", "native")
+        with monkeypatch.context() as on_blackwell:
+            on_blackwell.setattr("vllm.platforms.current_platform", gpu(10, 0))
+            on_blackwell.setattr("mla_backend.library.about", lambda: {"cuda_archs": "100"})
+            with pytest.raises(ValueError, match="needs vllm 0.33 for DeepSeek-V4.1 on sm_100"):
+                settle("DeepseekV41ForCausalLM", None)
+        monkeypatch.setattr(replacements, "NATIVE_ROWS", replacements.V41)
+    settle("DeepseekV41ForCausalLM", "native")
+    before = pages()
+    for _ in range(2):
+        native_rows.install()
+    assert (before, pages()) == ([15 * 576, 65 * 576], [17 * 512, 64 * 528])
 
 
 def test_on_a_cpu_vllm_serves_deepseek_v4_by_itself():

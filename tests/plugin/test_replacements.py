@@ -9,10 +9,22 @@ import pytest
 import torch
 
 import vllm_installed  # noqa: F401
-from mla_backend import FORMATS, reference
+from mla_backend import FORMATS, reference, tried_versions
 from mla_backend.vllm_plugin import config as plugin_config
 from mla_backend.vllm_plugin import models, register, replacements, versions
-from mla_backend.vllm_plugin.replacements import CONFIG, CPU_INDEXER, MXFP4_KEYS, ROTATE, SELECT, SHARE, SPLIT, V4, V41
+from mla_backend.vllm_plugin.replacements import (
+    CANDIDATES,
+    CONFIG,
+    CPU_INDEXER,
+    MXFP4_KEYS,
+    NATIVE_ROWS,
+    ROTATE,
+    SELECT,
+    SHARE,
+    SPLIT,
+    V4,
+    V41,
+)
 from tests.ops.test_rotate_queries import random_queries
 from tests.plugin.test_backend import made_on_a_gpu
 
@@ -93,8 +105,11 @@ def test_all_fit_the_vllm_that_is_installed_whether_it_is_read_or_imported(on_cp
         if not on_cpu:
             monkeypatch.delitem(sys.modules, module)
     unused = {each["name"]: each["why"] for each in replacements.report(on_cpu, True) if not each["in_use"]}
-    others = [ROTATE, SELECT, SHARE, MXFP4_KEYS, *([SPLIT, V4, V41] if on_cpu else [CPU_INDEXER])]
-    assert {*unused} == {each.name for each in others} and not any(map(replacements.why_not, replacements.ALL))
+    asked = [SELECT, CANDIDATES, SHARE, MXFP4_KEYS, NATIVE_ROWS]
+    others = [ROTATE, *asked, *([SPLIT, V4, V41] if on_cpu else [CPU_INDEXER])]
+    new = [NATIVE_ROWS] if tried_versions.installed_vllm()[1].startswith("0.32") else []
+    assert {*unused} == {each.name for each in others}
+    assert [each for each in replacements.ALL if replacements.why_not(each) is not None] == new
     assert on_cpu or "Blackwell" in unused["rotate_queries"]
 
 

@@ -8,7 +8,7 @@ import torch
 
 import mla_backend
 import vllm_installed  # noqa: F401
-from index_problems import random_index
+from index_problems import random_candidates, random_index
 from mla_backend import reference
 from mla_backend.vllm_plugin import config as plugin_config
 from mla_backend.vllm_plugin import gpu_indexer, mxfp4_keys, selection
@@ -59,12 +59,40 @@ def test_each_token_gets_the_best_of_what_it_sees(monkeypatch, name, ratio):
     given = dict.fromkeys(inspect.signature(function).parameters) | same
     given |= dict(hidden_states=q, q_quant=q, weights=problem.weights, k_cache_prefix=KEYS, kv_cache=problem.cache)
     layer, cache = object.__new__(gpu_indexer.GpuIndexer), SimpleNamespace(prefix=KEYS, kv_cache=problem.cache)
-    vars(layer).update(same, k_cache=cache, quant_block_size=128, scale_fmt="ue8m0")
+    vars(layer).update(same, k_cache=cache, quant_block_size=128, scale_fmt="ue8m0", candidate_write=False)
+    vars(layer).update(candidate_blocks=None, candidate_block_size=0)
     for call in (lambda: function(**given), lambda: layer.forward_cuda(q, q, None, problem.weights)):
         buffer = torch.full((len(q) + 3, TOPK + 4), 7, dtype=torch.int32)
         vars(layer)["topk_indices_buffer"] = given["topk_indices_buffer"] = buffer
         assert call() is buffer and torch.equal(buffer[: len(q), :TOPK], want)
         assert (buffer[: len(q), TOPK:] == -1).all() and (buffer[len(q) :] == 7).all()
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_later_layers_choose_among_the_blocks_that_one_keeps(monkeypatch, name):
+    """vLLM's selection keeps them, in any order."""
+    torch.manual_seed(0)
+    _, metadata, problem = step_of(*BATCHES[name])
+    context = SimpleNamespace(attn_metadata={KEYS: metadata}, cudagraph_runtime_mode=None)
+    monkeypatch.setattr(gpu_indexer, "get_forward_context", lambda: context)
+    monkeypatch.setattr(torch.ops.vllm, "mla_backend_select", gpu_indexer.select, raising=False)
+    kept, size = random_candidates(problem, 8, 0.4)
+    mixed = kept[:, torch.randperm(kept.shape[1])]
+    monkeypatch.setattr(selection, "ORDERED_AT_ONCE", 2)
+    monkeypatch.setattr(gpu_indexer.indexer.SparseAttnIndexer, "forward_cuda", lambda own, *_: own.keep())
+    q, buffer = problem.queries, torch.full((len(problem.queries) + 3, TOPK), 7, dtype=torch.int32)
+    blocks, layers = torch.full((len(buffer), kept.shape[1]), 5, dtype=torch.int32), []
+    for writes in True, False:
+        layer, cache = object.__new__(gpu_indexer.GpuIndexer), SimpleNamespace(prefix=KEYS, kv_cache=problem.cache)
+        vars(layer).update(topk_tokens=TOPK, skip_k_cache_insert=True, dense_mha_metadata_layer_name="")
+        vars(layer).update(k_cache=cache, quant_block_size=128, scale_fmt="ue8m0", topk_indices_buffer=buffer)
+        vars(layer).update(candidate_blocks=blocks, candidate_block_size=size, candidate_write=writes)
+        layer.keep = lambda: blocks[: len(q)].copy_(mixed)
+        assert layer.forward_cuda(q, q, None, problem.weights) is buffer
+        layers.append(buffer.clone())
+    assert (layers[0] == 7).all() and torch.equal(blocks[: len(q)], kept) and (blocks[len(q) :] == 5).all()
+    want, _ = reference.select_tokens(*problem.arguments(), TOPK, candidates=(kept, size))
+    assert torch.equal(buffer[: len(q)], want)
 
 
 def test_later_drafts_see_what_earlier_ones_wrote_where_a_graph_looks():
@@ -91,13 +119,13 @@ def test_it_is_on_where_it_is_asked_for_or_there_is_no_deep_gemm_and_it_can_be(m
     impossible = [dict(ranks=2), dict(worker="another.Worker"), dict(keys="nvfp4"), dict(index_kpool=4)]
     impossible.append(dict(keys="mxfp4", architectures=["DeepseekV4ForCausalLM"]))
     impossible += [dict([d]) for d in (("index_head_dim", 64), ("index_n_heads", 129), ("index_topk", 8192))]
-    impossible.append(dict(candidate_source_layer_id=3))
     for has_deep_gemm in (True, False):
         monkeypatch.setattr("vllm.utils.deep_gemm.has_deep_gemm", lambda has=has_deep_gemm: has)
         assert selection.is_on(config_of()) == (not has_deep_gemm)
         assert not any(selection.is_on(config_of(**given)) for given in impossible)
         assert selection.is_on(config_of(True)) and not selection.is_on(config_of(False))
         assert selection.is_on(config_of(keys="mxfp4")), "vLLM can't"
+        assert selection.is_on(config_of(True, candidate_source_layer_id=3)) == has_deep_gemm
     refuse = lambda *asked, **given: plugin_config._selection("SPARSE_MLA", config_of(*asked, **given), False)  # noqa: E731
     assert all("vLLM's own indexer selects" in refuse(True, **given) for given in impossible)
     assert refuse() is refuse(True) is refuse(False, ranks=2) is None and "must be true or false" in refuse("yes")

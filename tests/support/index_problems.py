@@ -199,6 +199,25 @@ def random_index(
     )
 
 
+def random_candidates(problem: IndexProblem, size: int, share: float) -> tuple[Tensor, int]:
+    """Blocks of so many positions that each token may choose from, rising, -1 behind the last: about this share of all,
+    and of one that lies behind all positions."""
+    every = torch.arange(-(-problem.positions // size) + 1, dtype=torch.int32, device=problem.queries.device)
+    kept = torch.rand(len(problem.queries), len(every), device=every.device) < share
+    lists = torch.where(kept, every, 2**31 - 1).sort(1).values
+    return torch.where(lists == 2**31 - 1, -1, lists), size
+
+
+def among(candidates: tuple[Tensor, int], scores: Tensor, lengths: Tensor, topk: int) -> Tensor:
+    """The scores `[T, N]`, -inf where a token that sees more than topk positions may not choose."""
+    blocks, size = candidates[0].to(scores.device), candidates[1]
+    positions = (blocks.unsqueeze(2) * size + torch.arange(size, device=scores.device)).flatten(1).long()
+    kept = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool, device=scores.device)
+    kept.scatter_(1, torch.where(positions < 0, scores.shape[1], positions.clamp(max=scores.shape[1])), True)
+    kept = kept[:, :-1]
+    return scores.masked_fill(~kept & (lengths > topk).unsqueeze(1), -torch.inf)
+
+
 def problem_of_scores(scores: Tensor, block_size: int = 64, device: str = "cpu") -> IndexProblem:
     """A problem with just these fp32 scores `[T, N]`, on every device: token t is alone in request t.
 

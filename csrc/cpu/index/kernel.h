@@ -97,15 +97,20 @@ inline void load_queries(const IndexProblem& p, const ScoreRange& s, Workspace& 
       }
 }
 
-// Keys [begin, begin + count) of a request, as words. A position without a key keeps what was there.
+// Keys [begin, begin + count) of a token's list, as words. A place without a key keeps what was there.
 template <typename Arithmetic, KeyNumber kNumber>
-inline void load_keys(const IndexProblem& p, int64_t request, int begin, int count, Workspace& w) {
+inline void load_keys(const IndexProblem& p, int64_t token, int begin, int count, Workspace& w) {
+  const int64_t request = p.request[token];
   const bool listed = request >= 0 && request < p.requests;
   const int32_t* table = p.block_table + (listed ? request * p.table_stride : 0);
   constexpr int kKeyBytes = key_value_bytes(kNumber);
   int64_t entry = begin / p.cache.block_size, offset = begin % p.cache.block_size;
   for (int t = 0; t < count; ++t, ++offset) {
     if (offset == p.cache.block_size) ++entry, offset = 0;
+    if (p.candidate_blocks.size > 0) {
+      const int64_t position = p.position_at(token, begin + t);
+      entry = position < 0 ? p.max_blocks : position / p.cache.block_size, offset = position % p.cache.block_size;
+    }
     const int64_t block = listed && entry < p.max_blocks ? table[entry] : -1;
     w.has_key[t] = block >= 0 && block < p.cache.blocks;
     if (!w.has_key[t]) continue;
@@ -201,16 +206,15 @@ inline void score_with(const IndexProblem& p, const ScoreRange& s, Workspace& w)
   load_queries<Arithmetic, Number>(p, s, w);
   for (int begin = s.begin; begin < s.end; begin += kTile) {
     const int count = s.end - begin < kTile ? s.end - begin : kTile;
-    const int64_t request = p.request[s.token];
     switch (p.cache.number) {
       case KeyNumber::bf16:
-        load_keys<Arithmetic, KeyNumber::bf16>(p, request, begin, count, w);
+        load_keys<Arithmetic, KeyNumber::bf16>(p, s.token, begin, count, w);
         break;
       case KeyNumber::e4m3:
-        load_keys<Arithmetic, KeyNumber::e4m3>(p, request, begin, count, w);
+        load_keys<Arithmetic, KeyNumber::e4m3>(p, s.token, begin, count, w);
         break;
       case KeyNumber::mxfp4:
-        load_keys<Arithmetic, KeyNumber::mxfp4>(p, request, begin, count, w);
+        load_keys<Arithmetic, KeyNumber::mxfp4>(p, s.token, begin, count, w);
     }
     for (int t = 0; t < s.tokens; ++t) {
       const int64_t seen = int64_t{p.length[s.token + t]} - begin;

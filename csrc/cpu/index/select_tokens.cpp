@@ -119,7 +119,8 @@ class Selection {
       int32_t longest = 0;
       // the more tokens share a key, the less often it is converted
       do longest = std::max(longest, scored(token++));
-      while (token < p_.tokens && token - first < kScoreTokens && p_.request[token] == p_.request[first]);
+      while (token < p_.tokens && token - first < kScoreTokens && p_.request[token] == p_.request[first] &&
+             p_.candidate_blocks.size == 0);
       if (longest > 0) divide(first, static_cast<int32_t>(token - first), longest, share);
     }
   }
@@ -210,7 +211,7 @@ class Selection {
     int32_t* const chosen = p_.chosen + token * p_.chosen_token;
     float* const scores = p_.chosen_scores ? p_.chosen_scores + token * p_.chosen_score_token : nullptr;
     const auto take = [&](int32_t n, int32_t i) {
-      chosen[n] = from.positions[i];
+      chosen[n] = p_.position_at(token, from.positions[i]);
       if (scores) scores[n] = from.scores[i];
     };
     int32_t count = from.count;

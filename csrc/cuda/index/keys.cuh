@@ -51,23 +51,31 @@ struct KeyReader {
 
   const Problem& p;
   Ring& ring;
+  int64_t token;
   const int32_t* table;   // null if the request is none
   uint32_t end;           // of the keys that anybody wants
   int32_t ahead[kSides];  // the blocks of the next copies
   uint32_t valid = 0;     // kSides bits a stage: the valid mask of its keys
 
-  __device__ KeyReader(const Problem& p, Ring& ring, int32_t request, uint32_t end)
-      : p(p),
-        ring(ring),
-        table(request >= 0 && request < p.requests ? p.block_table + request * p.table_stride : nullptr),
-        end(end) {}
+  __device__ KeyReader(const Problem& p, Ring& ring, int64_t token, uint32_t end)
+      : p(p), ring(ring), token(token), table(nullptr), end(end) {
+    const int32_t request = p.request[token];
+    if (request >= 0 && request < p.requests) table = p.block_table + request * p.table_stride;
+  }
 
   __device__ static uint32_t key_of(uint32_t strip, int side) { return strip + 8 * side + threadIdx.x % 32 / 4; }
 
+  // The position of a key before the end; ~0u if there is none.
+  __device__ uint32_t position_of(uint32_t key) const {
+    return p.candidate_blocks.size > 0 ? static_cast<uint32_t>(p.position_at(token, static_cast<int32_t>(key))) : key;
+  }
+
   // The block of a lane's key; negative, as in the table, if there is none.
   __device__ int32_t block_of(uint32_t strip, int side) const {
-    const uint32_t key = key_of(strip, side), entry = p.table_index(key);
-    return table && key < end && entry < static_cast<uint32_t>(p.max_blocks) ? table[entry] : -1;
+    const uint32_t key = key_of(strip, side);
+    if (!table || key >= end) return -1;
+    const uint32_t position = position_of(key), entry = p.table_index(position);
+    return position != ~0u && entry < static_cast<uint32_t>(p.max_blocks) ? table[entry] : -1;
   }
 
   __device__ void find(uint32_t strip, int32_t (&blocks)[kSides]) const {
@@ -83,7 +91,8 @@ struct KeyReader {
     for (int side = 0; side < kSides; ++side) {
       const bool there = blocks[side] >= 0 && blocks[side] < p.cache.blocks;
       valid |= uint32_t{there} << (kSides * stage + side);
-      const uint32_t key = key_of(strip, side), within = key - p.table_index(key) * p.table_index.divisor;
+      const uint32_t key = there ? position_of(key_of(strip, side)) : 0;
+      const uint32_t within = key - p.table_index(key) * p.table_index.divisor;
       const uint8_t* block = p.cache.data + (there ? blocks[side] * p.cache.block_stride : 0);
       const uint8_t* from = block + (there ? int64_t{within} * kTokenBytes + lane % 4 * 16 : 0);
       const uint8_t* scale = block + (there ? p.cache.block_size * kTokenBytes + int64_t{within} * 4 : 0);

@@ -128,7 +128,7 @@ struct Scorer {
   __device__ void score_token(int64_t token, int32_t begin, int32_t end) {
     const uint32_t length = p.length_of(token), first = begin * uint32_t{kUnit} + warp * kStrip;
     const uint32_t stop = min(end * uint32_t{kUnit}, length);
-    KeyReader<kKeys, kAligned> reader(p, s.ring[warp], p.request[token], stop);
+    KeyReader<kKeys, kAligned> reader(p, s.ring[warp], token, stop);
     reader.begin(first, stop);
 
     __syncthreads();  // all are finished with the queries or keys before
@@ -180,7 +180,7 @@ struct Scorer {
       longest = max(longest, length[i]);
     }
     const uint32_t own = warp * kStrip, stop = min(end * uint32_t{kUnit}, static_cast<uint32_t>(group.longest));
-    KeyReader<kKeys, kAligned> reader(p, s.ring[warp], p.request[group.first], stop);
+    KeyReader<kKeys, kAligned> reader(p, s.ring[warp], group.first, stop);
     reader.begin(begin * uint32_t{kUnit} + own, stop);
 
     __syncthreads();  // all are finished with the queries or keys before

@@ -11,22 +11,27 @@ namespace {
 
 constexpr int kThreads = 256;
 
+// The scores of the chosen, where wanted, and positions of their places in the tokens' lists.
 struct GatherProblem {
+  IndexProblem index;
   const float* scores;  // [tokens, positions]
   int64_t score_token;
-  const int32_t* chosen;  // [tokens, topk]
+  int32_t* chosen;  // [tokens, topk]
   int64_t chosen_token;
   int32_t topk;
-  float* chosen_scores;  // [tokens, topk]
+  float* chosen_scores;  // [tokens, topk] or null
   int64_t chosen_score_token;
 };
 
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherProblem p) {
   const int64_t token = blockIdx.x;
   const float* scores = p.scores + token * p.score_token;
-  const int32_t* chosen = p.chosen + token * p.chosen_token;
-  float* to = p.chosen_scores + token * p.chosen_score_token;
-  for (int32_t i = threadIdx.x; i < p.topk; i += kThreads) to[i] = chosen[i] < 0 ? -INFINITY : scores[chosen[i]];
+  int32_t* chosen = p.chosen + token * p.chosen_token;
+  for (int32_t i = threadIdx.x; i < p.topk; i += kThreads) {
+    const int32_t place = chosen[i];
+    if (p.chosen_scores) p.chosen_scores[token * p.chosen_score_token + i] = place < 0 ? -INFINITY : scores[place];
+    if (place >= 0) chosen[i] = p.index.position_at(token, place);
+  }
 }
 
 // Scores of a token. A context that is longer than topk has more columns than topk, so select_top knows that it is
@@ -64,13 +69,14 @@ void portable_select_tokens(const SelectTokensProblem& p, void* stream) {
     top.chosen = p.chosen + first * p.chosen_token, top.chosen_token = p.chosen_token;
     select_top(top, stream);
 
-    if (p.chosen_scores) {
-      const GatherProblem gather{scores.scores,
+    if (p.chosen_scores || p.candidate_blocks.size > 0) {
+      const GatherProblem gather{scores,
+                                 scores.scores,
                                  scores.score_token,
                                  top.chosen,
                                  top.chosen_token,
                                  p.topk,
-                                 p.chosen_scores + first * p.chosen_score_token,
+                                 p.chosen_scores ? p.chosen_scores + first * p.chosen_score_token : nullptr,
                                  p.chosen_score_token};
       launch(gather_kernel, tokens, kThreads, 0, stream, "select_tokens", gather);
     }

@@ -26,7 +26,7 @@ struct Group {
       request[i] = real ? p.request[first + i] : request[0];
       length[i] = real ? p.length_of(first + i) : 0;
     }
-    alike = kTokens > 1 && first + 1 < p.tokens;
+    alike = kTokens > 1 && first + 1 < p.tokens && p.candidate_blocks.size == 0;
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
       alike = alike && request[i] == request[0];

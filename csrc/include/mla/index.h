@@ -61,6 +61,15 @@ MLA_HOST_DEVICE int bytes_of(QueryNumber number) {
   return number == QueryNumber::fp32 ? 4 : number == QueryNumber::bf16 ? 2 : 1;
 }
 
+// The positions that each token may choose from, in a list of its own: blocks of neighbouring positions.
+struct CandidateBlocks {
+  const int32_t* blocks;  // [tokens, count]
+  int64_t stride;
+  int32_t count;
+  int32_t size;    // positions of a block; 0: no token has a list
+  int32_t unless;  // nor has one that sees no more positions than this
+};
+
 // Tokens' queries, and which keys each of them sees.
 struct IndexProblem {
   int64_t tokens;
@@ -77,6 +86,20 @@ struct IndexProblem {
   int32_t max_blocks;
   const int32_t* request;  // [tokens]
   const int32_t* length;   // [tokens]
+  CandidateBlocks candidate_blocks;
+
+  MLA_HOST_DEVICE bool has_candidates(int64_t token) const {
+    return candidate_blocks.size > 0 && length[token] > candidate_blocks.unless;
+  }
+  // The position at a place of a token's list; -1 if the token sees none there.
+  MLA_HOST_DEVICE int32_t position_at(int64_t token, int32_t place) const {
+    if (!has_candidates(token)) return place;
+    const int32_t entry = place / candidate_blocks.size;
+    const int32_t block =
+        entry < candidate_blocks.count ? candidate_blocks.blocks[token * candidate_blocks.stride + entry] : -1;
+    const int64_t position = int64_t{block} * candidate_blocks.size + place % candidate_blocks.size;
+    return block >= 0 && position < length[token] ? static_cast<int32_t>(position) : -1;
+  }
 
   // The problem of `count` of its tokens, from `first` on.
   IndexProblem piece(int64_t first, int64_t count) const {
@@ -84,6 +107,7 @@ struct IndexProblem {
     some.tokens = count;
     some.queries = static_cast<const uint8_t*>(queries) + first * query_token * bytes_of(query_number);
     some.weights += first * weight_token, some.request += first, some.length += first;
+    if (candidate_blocks.size > 0) some.candidate_blocks.blocks += first * candidate_blocks.stride;
     return some;
   }
 };
@@ -111,9 +135,10 @@ constexpr int64_t kMaxSelectWorkspace = int64_t{64} << 20;  // bytes; scores of 
 constexpr int64_t kSelectAlignment = 16;                    // bytes, of the workspace
 
 // Of each token's keys the best: their positions, rising, then -1. A token that sees no more than topk positions gets
-// all of them; any other one gets no position whose score is -inf, which it is where there is no key.
+// all of them; any other one gets no position whose score is -inf, which it is where there is no key. With candidates
+// what is scored and compared are places of a token's list, which become positions last.
 struct SelectTokensProblem : IndexProblem {
-  int32_t positions;  // max_blocks * block_size: what lies behind has no key
+  int32_t positions;  // that a token's list may have: what lies behind has no key
   int32_t topk;
   int32_t* chosen;  // [tokens, topk]
   int64_t chosen_token;

@@ -383,15 +383,30 @@ struct Filter {
     uint32_t step = 0;  // of all runs
     // Blocks: of a lane's keys in the next tile. Of whole tiles: of one of 32 turns, and of one of the next 32.
     int32_t ahead[2];
+    // Of units: where a lane's begin, now, 4 turns on and 8 turns on, in the tiles of 4 turns that `ahead` is of.
+    int32_t unit[3];
+    int64_t token = 0;
     // Of whole tiles of MXFP4 and one token: where that turn's keys lie, and how many keys further their scales.
     static constexpr bool kAddressAhead = kMx && kTokens == 1;
     const uint8_t* from_keys;
     uint32_t to_scales;
 
-    __device__ int32_t block_of(uint32_t key) const {
-      const uint32_t entry = f.p.table_index(key);
-      const int32_t block = table && key < longest && entry < static_cast<uint32_t>(f.p.max_blocks) ? table[entry] : -1;
+    __device__ bool has_candidates() const { return !kMx && kTokens == 1 && f.p.candidate_blocks.size > 0; }
+    __device__ bool by_units() const { return has_candidates() && f.p.whole_tiles; }
+    // The position of a key; -1 if there is none.
+    __device__ int32_t position_of(uint32_t key) const {
+      return key < longest ? f.p.position_at(token, static_cast<int32_t>(key)) : -1;
+    }
+    __device__ int32_t block_at(uint32_t position, bool there) const {
+      const uint32_t entry = f.p.table_index(position);
+      const int32_t block = table && there && entry < static_cast<uint32_t>(f.p.max_blocks) ? table[entry] : -1;
       return block < f.p.cache.blocks ? block : -1;
+    }
+    __device__ int32_t block_at(int32_t position) const {
+      return block_at(static_cast<uint32_t>(position), position >= 0);
+    }
+    __device__ int32_t block_of(uint32_t key) const {
+      return has_candidates() ? block_at(position_of(key)) : block_at(key, key < longest);
     }
     // The first key of a turn's tile; beyond the last turn that is beyond the last key.
     __device__ uint32_t key_at(uint32_t turn) const {
@@ -402,20 +417,80 @@ struct Filter {
       table = request >= 0 && request < f.p.requests ? f.p.block_table + int64_t{request} * f.p.table_stride : nullptr;
       longest = longest_of_run, from = from_tile, tiles = to_tile - from_tile, turn = 0;
       const uint32_t lane = threadIdx.x % 32;
-      if (f.p.whole_tiles)
+      if (by_units()) {
+#pragma unroll
+        for (int i = 0; i < 3; ++i) unit[i] = unit_at(kUnitTurns * i);
+        ahead[0] = block_at(unit[0]), ahead[1] = block_at(unit[1]);
+      } else if (f.p.whole_tiles) {
         ahead[0] = block_of(key_at(lane)), ahead[1] = block_of(key_at(32 + lane));
-      else
+      } else {
         ahead[0] = block_of(key_at(0) + lane), ahead[1] = block_of(key_at(0) + lane + 32);
+      }
     }
 
     // Asks for all tiles, as soon as there is room for each.
     __device__ void ask() {
 #pragma unroll 1
       for (; turn < tiles; ++turn, ++step)
-        if (f.p.whole_tiles)
+        if (by_units())
+          ask_units();
+        else if (f.p.whole_tiles)
           ask_whole_tile();
         else
           ask_keys();
+    }
+
+    // A tile's units are 8 lanes', and a warp has those of 4 turns.
+    static constexpr uint32_t kUnits = kTileKeys / kUnitKeys, kUnitTurns = 32 / kUnits;
+    // The position of a lane's unit in the turns from this one on.
+    __device__ int32_t unit_at(uint32_t turn) const {
+      const uint32_t lane = threadIdx.x % 32;
+      return position_of(key_at(turn + lane / kUnits) + lane % kUnits * kUnitKeys);
+    }
+
+    __device__ void ask_units() {
+      const Problem& p = f.p;
+      Shared& s = f.s;
+      const uint32_t lane = threadIdx.x % 32, own = lane % kUnits, stage = step % kStages;
+      if (turn % kUnitTurns == 0 && turn > 0) {
+        unit[0] = unit[1], ahead[0] = ahead[1];
+        unit[1] = unit[2], ahead[1] = block_at(unit[1]);
+        unit[2] = unit_at(turn + 2 * kUnitTurns);
+      }
+      const bool there = lane / kUnits == turn % kUnitTurns && ahead[0] >= 0;
+      // the keys that the token sees of its unit
+      const uint32_t seen = there ? 0xffu >> (kUnitKeys - min(kUnitKeys, p.length[token] - unit[0])) : 0;
+      const uint32_t low = __reduce_or_sync(~0u, own < kUnits / 2 ? seen << own * kUnitKeys : 0);
+      const uint32_t high = __reduce_or_sync(~0u, own < kUnits / 2 ? 0 : seen << (own - kUnits / 2) * kUnitKeys);
+      const uint32_t units = __popc(__ballot_sync(~0u, there));
+      wait(s.emptied(stage), (step / kStages & 1) ^ 1);
+      if (lane == 0) {
+        s.valid[step % Shared::kFlags] = make_uint2(low, high);
+        if (units > 0)
+          arrive_and_expect(s.full[stage], units * kUnitKeys * (kKeyBytes + 4));
+        else
+          s.full[stage].arrive();
+      }
+      __syncwarp();
+      if (there) {
+        const auto position = static_cast<uint32_t>(unit[0]);
+        const uint32_t within = position - p.table_index(position) * p.table_index.divisor;
+        const uint8_t* data = p.cache.data + ahead[0] * p.cache.block_stride;
+        const uint32_t to = s.keys[stage].address() + own * kUnitKeys * kKeyBytes;
+        copy_keys(to, within, ahead[0], s.full[stage]);
+        copy_bulk(cast_smem_ptr_to_uint(s.scale[stage] + own * kUnitKeys),
+                  data + p.cache.block_size * kKeyBytes + int64_t{within} * 4, kUnitKeys * 4, s.full[stage]);
+      }
+      __syncwarp();
+    }
+
+    // e4m3 keys of a block, as many as p.keys says.
+    __device__ void copy_keys(uint32_t to, uint32_t within, int32_t block, Barrier& full) const {
+      asm volatile(
+          "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+          "[%5];" ::"r"(to),
+          "l"(&f.p.keys), "r"(0), "r"(within), "r"(block), "r"(cast_smem_ptr_to_uint(&full))
+          : "memory");
     }
 
     // Lane by lane.
@@ -440,7 +515,6 @@ struct Filter {
         if (block >= 0) {
           const uint8_t *keys, *scales;
           [[maybe_unused]] uint32_t within;
-          [[maybe_unused]] const uint32_t full = cast_smem_ptr_to_uint(&s.full[stage]);
           if constexpr (kAddressAhead) {
             keys = from_keys, scales = from_keys + int64_t{to_scales} * kKeyBytes;
           } else {
@@ -454,11 +528,7 @@ struct Filter {
           if constexpr (kMx)
             copy_bulk(s.keys[stage].address(), keys, kTileKeys * kKeyBytes, s.full[stage]);
           else
-            asm volatile(
-                "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-                "[%5];" ::"r"(s.keys[stage].address()),
-                "l"(&p.keys), "r"(0), "r"(within), "r"(block), "r"(full)
-                : "memory");
+            copy_keys(s.keys[stage].address(), within, block, s.full[stage]);
           copy_bulk(cast_smem_ptr_to_uint(s.scale[stage]), scales, kTileKeys * 4, s.full[stage]);
         } else {
           s.full[stage].arrive();
@@ -475,9 +545,10 @@ struct Filter {
       uint32_t valid[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t key = key_at(turn) + lane + 32 * half;
         const int32_t block = ahead[half];
         const bool there = block >= 0;
+        const uint32_t place = key_at(turn) + lane + 32 * half,
+                       key = has_candidates() && there ? position_of(place) : place;
         const uint32_t within = key - p.table_index(key) * p.table_index.divisor;
         const uint8_t* data = p.cache.data + (there ? block * p.cache.block_stride : 0);
         values[half] = data + (there ? int64_t{within} * kKeyBytes : 0);
@@ -564,7 +635,7 @@ struct Filter {
   __device__ void copy(Share share) const {
     Copier copier{*this};
     walk<kTokens>(
-        p, share, [](int32_t, const Group<kTokens>&) {},
+        p, share, [&](int32_t group, const Group<kTokens>&) { copier.token = group; },
         [&](const Group<kTokens>& group, int first, int, uint32_t longest, uint32_t from, uint32_t to) {
           int32_t request = group.request[0];
 #pragma unroll

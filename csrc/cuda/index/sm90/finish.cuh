@@ -369,7 +369,7 @@ struct Finisher {
 
   __device__ void write(int64_t index, const Candidate& c) const {
     int32_t* chosen = p.chosen + token * p.chosen_token;
-    const auto position = static_cast<int32_t>(c.position);
+    const int32_t position = p.position_at(token, static_cast<int32_t>(c.position));
     chosen[index] = p.slots.block_size > 0 ? slot_of_position(p.slots, p.request[token], position) : position;
     if (p.chosen_scores) p.chosen_scores[token * p.chosen_score_token + index] = score_of(c.score);
   }

@@ -16,7 +16,8 @@
 namespace mla::cuda::index::sm90 {
 
 constexpr int kTileKeys = 64;
-constexpr int kLists = 4;  // of a CTA and a group: one a token, or several if the group has fewer tokens
+constexpr int kUnitKeys = 8;  // of a tile, that lie in one piece where tokens have lists of candidates
+constexpr int kLists = 4;     // of a CTA and a group: one a token, or several if the group has fewer tokens
 constexpr int kCtasPerProcessor = 2;
 constexpr int kMaxCtas = 320;  // of the filter
 
@@ -69,7 +70,7 @@ struct Problem : SelectTokensProblem {
   CUtensorMap keys;  // [blocks, block_size, 128], where whole_tiles
   PositionDivisor table_index;
   bool queries_aligned;  // to 16 bytes
-  bool whole_tiles;      // a tile of keys lies in one block
+  bool whole_tiles;      // a tile of keys lies in one block; with candidates, each unit does
   int32_t group;         // tokens
   int32_t kept;          // candidates that a CTA of the last kernel has room for
   Lists lists;
@@ -77,7 +78,8 @@ struct Problem : SelectTokensProblem {
   explicit Problem(const SelectTokensProblem& p) : SelectTokensProblem(p), table_index(p.cache.block_size) {
     const auto starts = reinterpret_cast<uintptr_t>(p.queries) | p.query_token | p.query_head;
     queries_aligned = starts % 16 == 0;
-    whole_tiles = p.cache.block_size % kTileKeys == 0;
+    whole_tiles = candidate_blocks.size > 0 ? (candidate_blocks.size | cache.block_size) % kUnitKeys == 0
+                                            : cache.block_size % kTileKeys == 0;
   }
 
   MLA_HOST_DEVICE int32_t length_of(int64_t token) const { return length[token] < 0 ? 0 : length[token]; }

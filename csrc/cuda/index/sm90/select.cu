@@ -32,17 +32,19 @@ Variant by_tokens(int64_t per_request) {
 }
 
 template <bool kMx>
-Variant choose(int heads, int64_t tokens, int64_t requests) {
-  const int64_t per_request = requests > 0 ? tokens / requests : tokens;
+Variant choose(const SelectTokensProblem& p) {
+  const int heads = p.heads;
+  // Tokens with lists of candidates share no tiles.
+  const int64_t per_request = p.candidate_blocks.size > 0 ? 1 : p.requests > 0 ? p.tokens / p.requests : p.tokens;
   if (heads <= 16) return by_tokens<kMx, 16>(per_request);
   if (heads <= 32) return by_tokens<kMx, 32>(per_request);
   if (heads <= 64) return by_tokens<kMx, 64>(per_request);
   return by_tokens<kMx, 128>(per_request);
 }
 
-// How the copy engine finds a tile of keys: in rows of 128 bytes, swizzled as wgmma wants them. False where it can't,
-// as of a cache without blocks.
-bool describe_keys(const KeyCacheView& cache, CUtensorMap& map) {
+// How the copy engine finds a tile of keys, or so many of them: in rows of 128 bytes, swizzled as wgmma wants them.
+// False where it can't, as of a cache without blocks.
+bool describe_keys(const KeyCacheView& cache, uint32_t keys, CUtensorMap& map) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -54,7 +56,7 @@ bool describe_keys(const KeyCacheView& cache, CUtensorMap& map) {
                               static_cast<cuuint64_t>(std::max<int64_t>(cache.blocks, 1))};
   const int64_t stride = cache.blocks > 1 ? cache.block_stride : (cache.block_size * (kIndexDim + 4) + 15) / 16 * 16;
   const cuuint64_t strides[] = {kIndexDim, static_cast<cuuint64_t>(stride)};
-  const cuuint32_t box[] = {kIndexDim, kTileKeys, 1}, steps[] = {1, 1, 1};
+  const cuuint32_t box[] = {kIndexDim, keys, 1}, steps[] = {1, 1, 1};
   return encode && encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(cache.data), sizes, strides, box,
                           steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
@@ -95,7 +97,8 @@ int64_t tokens_at_once(const SelectTokensProblem& p, int64_t ctas, int group) {
 }  // namespace
 
 bool suits(const SelectTokensProblem& p) {
-  return p.query_number == QueryNumber::e4m3 && p.cache.number != KeyNumber::bf16 &&
+  const bool mx = p.cache.number == KeyNumber::mxfp4, fp8 = p.cache.number == KeyNumber::e4m3;
+  return p.query_number == QueryNumber::e4m3 && (fp8 || (mx && p.candidate_blocks.size == 0)) &&
          aligned16(p.cache.data, p.cache.block_stride);
 }
 
@@ -111,14 +114,15 @@ int64_t workspace_bytes(const SelectTokensProblem& p, int processors) {
 
 void select_tokens(const SelectTokensProblem& p, int processors, void* stream) {
   const bool mx = p.cache.number == KeyNumber::mxfp4;
-  const Variant v = (mx ? choose<true> : choose<false>)(p.heads, p.tokens, p.requests);
+  const Variant v = (mx ? choose<true> : choose<false>)(p);
   const int64_t ctas = filter_ctas(processors), at_once = tokens_at_once(p, ctas, v.group);
   for (int64_t first = 0; first < p.tokens; first += at_once) {
     Problem piece(p);
     static_cast<IndexProblem&>(piece) = p.piece(first, std::min(at_once, p.tokens - first));
     piece.chosen += first * p.chosen_token;
     if (p.chosen_scores) piece.chosen_scores += first * p.chosen_score_token;
-    piece.whole_tiles = piece.whole_tiles && (mx || describe_keys(p.cache, piece.keys));
+    const int together = p.candidate_blocks.size > 0 ? kUnitKeys : kTileKeys;
+    piece.whole_tiles = piece.whole_tiles && (mx || describe_keys(p.cache, together, piece.keys));
     piece.group = v.group;
     piece.lists = lay_out(p.workspace, (piece.tokens + v.group - 1) / v.group, ctas, p.topk);
     const int cluster = cluster_of(piece.tokens, processors);
