@@ -13,11 +13,8 @@ void portable_attention(const AttentionProblem& problem, const Launch& launch, v
 void swap_ab_attention(const AttentionProblem& problem, const Launch& launch, void* stream);
 void m64_attention(const AttentionProblem& problem, const Launch& launch, void* stream);
 void m64_fp8_attention(const AttentionProblem& problem, const Launch& launch, void* stream);
-// How a kernel leaves a split's row: floats, or a CompactRow in the order of its accumulators. Those of m64_fp8 are
-// transposed: their columns are heads.
-enum class Splits { floats, compact, transposed };
-// Combines the tokens that the plan split.
-void combine_split_tokens(const AttentionProblem& problem, Splits splits, void* stream);
+// Combines the tokens that the plan split, whose splits are rows of floats or CompactRows.
+void combine_split_tokens(const AttentionProblem& problem, bool compact, void* stream);
 
 // The main kernels of the backward, for sparse_backward to choose from.
 void portable_backward(const BackwardProblem& problem, void* stream);

@@ -191,26 +191,6 @@ struct CompactSplit {
   }
 };
 
-// The same of a row whose dims were the accumulators' rows: of each half, a lane has a pair of each of four blocks.
-struct TransposedSplit : CompactSplit {
-  static __device__ __forceinline__ int dim(int four, int lane) {
-    return 128 * four + 64 * (lane % 2) + 16 * (lane / 8) + 2 * (lane % 8 & ~1);
-  }
-
-  // Two lanes swap pairs, and each has four dims of every other block.
-  static __device__ __forceinline__ void in_order(float4 (&sum)[4], int lane) {
-    const bool odd = lane % 2;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 even_block = {sum[i].x, sum[i].y}, odd_block = {sum[i].z, sum[i].w};
-      const float2 given = odd ? even_block : odd_block;
-      const float2 other{__shfl_xor_sync(~0u, given.x, 1), __shfl_xor_sync(~0u, given.y, 1)};
-      sum[i] = odd ? float4{other.x, other.y, odd_block.x, odd_block.y}
-                   : float4{even_block.x, even_block.y, other.x, other.y};
-    }
-  }
-};
-
 // blockIdx.x: the x-th split token. A warp combines one head after the other. Rows are few, so the latency of a row
 // counts: the loads of several splits are issued at once.
 //
@@ -284,16 +264,14 @@ static void combine(const CombineProblem<Value>& p, void* stream) {
 void combine_partials(const CombineProblem<float>& p, void* stream) { combine(p, stream); }
 void combine_partials(const CombineProblem<uint16_t>& p, void* stream) { combine(p, stream); }
 
-void combine_split_tokens(const AttentionProblem& p, Splits splits, void* stream) {
+void combine_split_tokens(const AttentionProblem& p, bool compact, void* stream) {
   // At most one wave of CTAs: tokens are rarely split, but this kernel always runs. A head is one warp's work whatever
   // the grid is, so the bits don't depend on it.
   const int most_ctas = kCombineCtasPerProcessor * describe_current_gpu().multiprocessors;
   const int most_tokens = std::min(p.tokens, p.ctas);  // that may be split
   const int heads = std::clamp(most_ctas / most_tokens, 1, (p.heads + kWarps - 1) / kWarps);
-  const auto kernel = splits == Splits::transposed ? combine_split_tokens_kernel<TransposedSplit>
-                      : splits == Splits::compact  ? combine_split_tokens_kernel<CompactSplit>
-                                                   : combine_split_tokens_kernel<FloatSplit>;
-  launch_pdl(kernel, dim3(most_tokens, heads), kThreads, 0, stream, "combine split tokens", p);
+  launch_pdl(compact ? combine_split_tokens_kernel<CompactSplit> : combine_split_tokens_kernel<FloatSplit>,
+             dim3(most_tokens, heads), kThreads, 0, stream, "combine split tokens", p);
 }
 
 MLA_KERNELS {
@@ -302,8 +280,6 @@ MLA_KERNELS {
       {"combine_partials bf16", reinterpret_cast<const void*>(combine_kernel<uint16_t>), kThreads, 0},
       {"combine split tokens", reinterpret_cast<const void*>(combine_split_tokens_kernel<FloatSplit>), kThreads, 0},
       {"combine split tokens, compact", reinterpret_cast<const void*>(combine_split_tokens_kernel<CompactSplit>),
-       kThreads, 0},
-      {"combine split tokens, transposed", reinterpret_cast<const void*>(combine_split_tokens_kernel<TransposedSplit>),
        kThreads, 0},
   };
   return {entries, sizeof(entries) / sizeof(entries[0])};

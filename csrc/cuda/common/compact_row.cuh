@@ -10,9 +10,8 @@
 
 namespace mla::cuda {
 
-// Numbers keep the order of wgmma's accumulator registers, so that a lane stores 16 bytes at once. Where columns are
-// dims, piece i holds what lane i % 4 has of 32 neighbouring ones: a pair from each 8. Where rows are dims (m64_fp8),
-// it holds what lane 4 * (i % 8) has, in warp i / 8 % 4 of a half's warpgroup: a pair from each of four blocks of 64.
+// Numbers keep the order of wgmma's accumulator registers, so that a lane stores 16 bytes at once. Piece i holds what
+// lane i % 4 has of 32 neighbouring columns: a pair from each 8.
 struct CompactRow {
   uint4 pieces[kValueDim / 8];
   float factor[2];  // a value is its number times its half's factor

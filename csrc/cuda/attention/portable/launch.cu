@@ -12,7 +12,7 @@ void portable_attention(const AttentionProblem& p, const Launch& how, void* stre
   const auto kernel =
       p.tile == TileType::f16_576 ? portable::attention_kernel<Number::f16> : portable::attention_kernel<Number::bf16>;
   launch(kernel, attention_grid(p, how), portable::kThreads, sizeof(portable::Shared), stream, "sparse_attention", p);
-  combine_split_tokens(p, Splits::floats, stream);
+  combine_split_tokens(p, false, stream);
 }
 
 MLA_KERNELS {

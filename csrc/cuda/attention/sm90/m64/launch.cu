@@ -23,7 +23,7 @@ void m64_attention(const AttentionProblem& p, const Launch& launch, void* stream
   const auto start = [&](auto rows, auto form) {
     launch_pdl(attention_kernel<rows.value, form.value>, attention_grid(p, launch), kThreads,
                sizeof(Shared<rows.value>), stream, "sparse_attention", p);
-    combine_split_tokens(p, sm90::has_compact_splits(rows.value) ? Splits::compact : Splits::floats, stream);
+    combine_split_tokens(p, sm90::has_compact_splits(rows.value), stream);
   };
   if (p.tile == TileType::staged_576)
     sm90::with_sparse_form_of(p, std::integral_constant<Rows, Rows::staged>{}, start);

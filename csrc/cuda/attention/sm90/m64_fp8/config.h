@@ -54,11 +54,11 @@ struct Shared {
   // Of the last kKept tiles: whether shifts have changed, and what that makes of the accumulators.
   uint32_t raised[kKept];
   alignas(8) float rescale[kKept][kHeads];
-  // A warp's largest scores, with lifts; at a token's end its max logits, its largest values, then its total.
+  // A warp's largest scores, with lifts; at a token's end its max logits, then its total.
   alignas(8) float of_warp[kConsumerGroups][4][kHeads];
   // At a token's end.
   alignas(8) float shift[kConsumerGroups][kHeads];
-  float factor[2][kHeads];  // of each half of the output
+  float factor[kHeads];
   Barrier full[kStages], empty[kStages];
   Barrier decided, probs_full, probs_empty;
   uint32_t touched;  // what touch() returned: kept, or the compiler drops its loads

@@ -25,10 +25,8 @@
 
 #include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/attention/sm90/m64_fp8/config.h"
-#include "cuda/attention/sm90/m64_fp8/load_rows.cuh"
 #include "cuda/attention/sm90/m64_fp8/queries.cuh"
 #include "cuda/attention/sm90/results.cuh"
-#include "cuda/common/compact_row.cuh"
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/mbarrier.cuh"
@@ -523,31 +521,13 @@ struct Consumer {
   __device__ void finish(const TokenWork& work, int64_t partial) {
     if (warp == 0) *reinterpret_cast<float2*>(&s.shift[group][own_pair()]) = {shift[0], shift[1]};
     const int own = threadIdx.x % (32 * kConsumerWarps) % kHeads;
-    // The largest that the warps have of head `own`, of each half of the output.
-    const auto largest = [&](const float (&of_pair)[2], float (&most)[2]) {
-      tell(of_pair);
+    float most = kLowest;
+    if constexpr (kMaxLogits) {
+      tell(max_score);
+      const auto& of = s.of_warp;
 #pragma unroll
-      for (int g = 0; g < 2; ++g) {
-        const auto& of = s.of_warp[g];
-        most[g] = fmaxf(fmaxf(of[0][own], of[1][own]), fmaxf(of[2][own], of[3][own]));
-      }
+      for (int i = 0; i < 4; ++i) most = fmaxf(most, fmaxf(of[0][i][own], of[1][i][own]));
       sync();
-    };
-    float score[2] = {kLowest, kLowest}, value[2] = {};
-    if constexpr (kMaxLogits) largest(max_score, score);
-    if (!work.whole()) {
-      const float2 most = over_tokens(
-          [&](int j) -> float2 {
-            float2 most = {};
-#pragma unroll
-            for (int b = 0; b < kBlocks; ++b) {
-              most.x = fmaxf(most.x, fmaxf(fabsf(out[b][4 * j]), fabsf(out[b][4 * j + 2])));
-              most.y = fmaxf(most.y, fmaxf(fabsf(out[b][4 * j + 1]), fabsf(out[b][4 * j + 3])));
-            }
-            return most;
-          },
-          larger);
-      largest({most.x, most.y}, value);
     }
     tell(total);
     if (4 * group + warp < kHeads / 32) {
@@ -558,63 +538,95 @@ struct Consumer {
         const auto& of = s.of_warp[g];
         sum[g] = ((of[0][own] + of[1][own]) + (of[2][own] + of[3][own])) * exp2_approximate(last - s.shift[g][own]);
       }
-      const float factor = finish_head(p, work.token, head_begin + own, work.whole(), partial,
-                                       add_in_any_order(sum[0], sum[1]), -last, fmaxf(score[0], score[1]));
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int power = work.whole() ? 0 : compact_power(value[half] * fabsf(factor));
-        s.factor[half][own] = factor * two_to(-power);
-        if (!work.whole() && head_begin + own < p.heads) split_row(partial, own).factor[half] = two_to(power);
-      }
+      s.factor[own] = finish_head(p, work.token, head_begin + own, work.whole(), partial,
+                                  add_in_any_order(sum[0], sum[1]), -last, most);
     }
     sync();
-    if (work.whole())
-      write(work, hidden(lane));
-    else
-      write_split(partial, hidden(lane));
-  }
-
-  __device__ CompactRow& split_row(int64_t partial, int head) const {
-    const Partials partials(p.workspace, p.ctas, p.heads);
-    return compact_row(partials, partials.row(partial, head_begin + head));
-  }
-
-  // Calls store(head, a lane's accumulators of a block -> a pair of neighbouring dims) for each of the lane's heads.
-  template <typename Store>
-  __device__ void each_head(int lane, Store store) const {
-    const int pair = 2 * (lane % 4);
-#pragma unroll
-    for (int i = 0; i < kPairs * 2; ++i) {
-      const int own = 8 * (i / 2) + i % 2;
-      if (head_begin + pair + own >= p.heads) continue;
-      const float by = s.factor[group][pair + own];
-      store(own,
-            [&](int b) -> float2 { return {out[b][4 * (i / 2) + i % 2] * by, out[b][4 * (i / 2) + 2 + i % 2] * by}; });
-    }
+    write(work, partial, hidden(lane));
   }
 
   // Eight lanes have 16 neighbouring dims of a head.
-  __device__ void write(const TokenWork& work, int lane) const {
-    const int dim = group * (kBlocks * 64) + warp * 16 + 2 * (lane / 4);
-    uint16_t* const to = p.out + p.offset(p.out_strides, work.token, head_begin + 2 * (lane % 4)) + dim;
-    each_head(lane, [&](int head, auto dims) {
+  __device__ void write(const TokenWork& work, int64_t partial, int lane) {
+    const Partials partials(p.workspace, p.ctas, p.heads);
+    const int pair = 2 * (lane % 4), dim = group * (kBlocks * 64) + warp * 16 + 2 * (lane / 4);
+    const int heads = p.heads - head_begin - pair;  // from the lane's first on
+    const auto each = [&](auto* to, int64_t next_head, auto store) {
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        const float2 two = dims(b);
-        *reinterpret_cast<uint32_t*>(to + head * p.out_strides.head + 64 * b) = pack_bf16(two.x, two.y);
+      for (int i = 0; i < kPairs * 2; ++i) {
+        const int c = i % 2, own = 8 * (i / 2) + c;
+        if (own < heads) {
+          const float by = s.factor[pair + own];
+#pragma unroll
+          for (int b = 0; b < kBlocks; ++b)
+            store(to + 64 * b, out[b][4 * (i / 2) + c] * by, out[b][4 * (i / 2) + 2 + c] * by);
+        }
+        to += c == 0 ? next_head : 7 * next_head;
       }
-    });
+    };
+    if (work.whole())
+      each(p.out + p.offset(p.out_strides, work.token, head_begin + pair) + dim, p.out_strides.head,
+           [](uint16_t* to, float a, float b) { *reinterpret_cast<uint32_t*>(to) = pack_bf16(a, b); });
+    else
+      each(partials.out + partials.row(partial, head_begin + pair) * kValueDim + dim, int64_t{kValueDim},
+           [](float* to, float a, float b) { *reinterpret_cast<float2*>(to) = {a, b}; });
+  }
+};
+
+// Four warps load rows. A warp computes the addresses of its rows of two tiles at once, a lane a row.
+template <Rows kRows>
+struct Producer {
+  static constexpr int kBatch = 32 / kWarpRows;  // tiles
+  static constexpr uint32_t kAllRows = (1 << kWarpRows) - 1;
+  static constexpr int kBytes = Shared<kRows>::kBytes, kPitch = Shared<kRows>::kPitch;
+
+  static __device__ void run(const AttentionProblem& p, Shared<kRows>& s, const CtaWork& cta, int warp, int lane) {
+    const int first = warp * kWarpRows, at = first + lane % kWarpRows;
+    TileCursor cursor(cta);
+    cursor.advance(lane / kWarpRows);
+    TileRequest<false> next(cursor, at, kBatch);
+    uint32_t row = kNoRow;
+    int batch = 0;  // 2 * token (as in TileRequest) + list
+    for (int tile = 0;; ++tile) {
+      if (tile % kBatch == 0) {
+        row = next.row(p);
+        batch = next.token * 2 + next.list;
+        next = TileRequest<false>(cursor, at, kBatch);
+      }
+      const int first_lane = tile % kBatch * kWarpRows;
+      const int both = __shfl_sync(~0u, batch, first_lane);
+      if (both >> 1 == next.kEnd) return;
+      const uint8_t* cache = p.lists[both & 1].cache.data;
+      const uint32_t own = __shfl_sync(~0u, row, first_lane + lane % kWarpRows);
+      const int stage = tile % kStages;
+      wait(s.empty[stage], tile / kStages % 2 ^ 1);
+      copy(s, stage, first, cache, own, p.row_unit, lane);
+    }
   }
 
-  // A lane has a piece of a head: a pair of each block.
-  __device__ void write_split(int64_t partial, int lane) const {
-    const int piece = (4 * group + warp) * 8 + lane / 4;
-    each_head(lane, [&](int head, auto dims) {
-      uint32_t pairs[kBlocks];
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) pairs[b] = pack_f16(dims(b).x, dims(b).y);
-      split_row(partial, 2 * (lane % 4) + head).pieces[piece] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-    });
+  // Starts the copies of a warp's rows, one each. `own` is where row lane % kWarpRows of them lies. Missing rows become
+  // zeros, as values are multiplied by weights of 0.
+  static __device__ void copy(Shared<kRows>& s, int stage, int first, const uint8_t* cache, uint32_t own, uint32_t unit,
+                              int lane) {
+    const bool valid = own != kNoRow;
+    const uint32_t rows = __ballot_sync(~0u, valid && lane < kWarpRows);
+    uint8_t (&to)[kTileTokens][kPitch] = s.stages[stage].rows;
+    if (lane < kWarpRows) s.valid[stage][first + lane] = valid;
+    if (rows != kAllRows) {
+      for (uint32_t missing = rows ^ kAllRows; missing; missing &= missing - 1)
+        for (int at = lane * kPieceBytes; at < kBytes; at += 32 * kPieceBytes)
+          *reinterpret_cast<uint4*>(&to[first + __ffs(static_cast<int>(missing)) - 1][at]) = {};
+      fence_async_shared();  // bulk copies will come to the same rows
+    }
+    __syncwarp();
+    if (lane < kWarpArrivals) {
+      if (lane == 0)
+        arrive_and_expect(s.full[stage], __popc(rows) * kBytes);
+      else
+        s.full[stage].arrive();
+    }
+    __syncwarp();
+    if (lane < kWarpRows && valid)
+      copy_bulk(cast_smem_ptr_to_uint(to[first + lane]), cache + uint64_t{own} * unit, kBytes, s.full[stage]);
   }
 };
 

@@ -23,7 +23,7 @@ void m64_fp8_attention(const AttentionProblem& p, const Launch& launch, void* st
   const auto start = [&](auto rows, auto form) {
     launch_pdl(attention_kernel<rows.value, form.value>, attention_grid(p, launch), kThreads,
                sizeof(Shared<rows.value>), stream, "sparse_attention", p);
-    combine_split_tokens(p, Splits::transposed, stream);
+    combine_split_tokens(p, false, stream);
   };
   if (p.tile == TileType::scaled_576)
     sm90::with_sparse_form_of(p, std::integral_constant<Rows, Rows::fp8_ds_mla>{}, start);

@@ -41,7 +41,7 @@ void swap_ab_attention(const AttentionProblem& p, const Launch& launch, void* st
     sm90::rows_of(p) == Rows::nvfp4_352
         ? sm90::with_form_of(p, std::integral_constant<Rows, Rows::nvfp4_352>{}, start)
         : sm90::with_form_of(p, std::integral_constant<Rows, Rows::fp8_ds_mla>{}, start);
-    return combine_split_tokens(p, Splits::floats, stream);
+    return combine_split_tokens(p, false, stream);
   }
   sm90::with_kernel_of(p, [&](auto rows, auto form) {
     launch.heads_per_cta == 8
