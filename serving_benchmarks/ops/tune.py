@@ -1,6 +1,6 @@
 """Times every sensible launch of sparse attention on a GPU, or fits the cost model's constants to such timings.
 
-Without files it times random numbers of tokens, slots and heads in four row formats, in situ as `kernels` does. With
+Without files it times random numbers of tokens, slots and heads in five row formats, in situ as `kernels` does. With
 files, those that it wrote on one or more GPUs, it fits the constants of csrc/include/mla/schedule/constants.h, says how
 much slower the model's choice is than the best launch that was timed, and with --write writes that file.
 """
@@ -37,8 +37,9 @@ TOKENS = (*range(1, 9), 10, 12, 14, 16, 17, 20, 24, 28, 32, 33, 36, 40, 44, 48, 
 TOKENS += (128, 132, 133, 140, 148, 160, 192, 200, 224, 256, 264, 300, 352, 400, 448, 512, 1024)
 SLOTS, HEADS = (128, 256, 384, 512, 640, 1024, 1152, 2048, 4096, 8192, 32768), (8, 16, 24, 32, 48, 64, 96, 128)
 MOST_ROWS = 2**21  # that a call reads: larger ones say nothing new
-FORMATS = {"fp8_ds_mla": 4, "bf16": 2, "fp8_model1": 1, "fp8_tensor_576": 1}  # how often a format is drawn
-GROUPS, ENDS = ("gpu", "swap_ab_8", "swap_ab_16", "swap_ab_32", "m64", "m64_fp8"), (3, 15, 27, 39, 51)
+FORMATS = {"fp8_ds_mla": 4, "bf16": 2, "fp8_model1": 1, "fp8_tensor_576": 1, "nvfp4_352": 1}
+"""How often a format is drawn."""
+GROUPS, ENDS = ("gpu", "swap_ab_8", "swap_ab_16", "swap_ab_32", "m64", "m64_fp8"), (3, 16, 29, 42, 55)
 """The model's constants, in their order: the GPU's, then each kernel's."""
 WORTH_TIMING, WORTH_KEEPING = 1.6, 1.15
 """Launches whose time, by the model or measured, is at most so many times that of the best."""
@@ -79,11 +80,13 @@ class Model:
         return [Launch(KERNELS[kernel], *more) for kernel, *more in self._launches[: len(self.weigh(size))]]
 
 
-def random_sizes(count: int, seed: int = 0, products: str = "exact") -> list[Size]:
+def random_sizes(
+    count: int, seed: int = 0, products: str = "exact", formats: Sequence[str] = tuple(FORMATS)
+) -> list[Size]:
     """So many different sizes. Those of FP8 products are those that m64_fp8 takes."""
     draw, found = random.Random(seed), {}
     while len(found) < count:
-        fmt = draw.choices(list(FORMATS), list(FORMATS.values()))[0]
+        fmt = draw.choices(formats, [FORMATS[name] for name in formats])[0]
         size = Size(fmt, draw.choice(HEADS), draw.choice(SLOTS), draw.choice(TOKENS), products)
         fp8 = size.heads > 32 and size.slots <= 2048 and fmt in ("fp8_ds_mla", "fp8_tensor_576")
         if size.slots * size.tokens <= MOST_ROWS and (fp8 or products == "exact"):
@@ -144,7 +147,7 @@ def measure(options: argparse.Namespace) -> int:
     gpu = library.describe_gpu(torch.cuda.current_device())
     model, timer, began = Model(gpu), Timer(), time.monotonic()
     lines = []
-    for number, size in enumerate(random_sizes(options.sizes, options.seed, options.products), 1):
+    for number, size in enumerate(random_sizes(options.sizes, options.seed, options.products, options.formats), 1):
         if time.monotonic() - began > options.limit_s:
             break
         candidates, us = model.launches(size), model.weigh(size)
@@ -257,6 +260,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     opt.add_list(parser, "--kernels", opt.one_of(GROUPS), "whose constants are fitted", ",".join(GROUPS))
     told = "of the sizes that are timed; default: %(default)s"
     parser.add_argument("--products", choices=PRODUCTS, default="exact", help=told)
+    opt.add_list(parser, "--formats", opt.one_of(FORMATS), "of the sizes that are timed", ",".join(FORMATS))
     told = "that are timed; default: %(default)s"
     parser.add_argument("--sizes", type=opt.count, default=600, metavar="N", help=told)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of sizes; default: %(default)s")

@@ -53,10 +53,9 @@ inline bool has_swap_ab_32(const CacheFormat& format) {
 }
 
 inline double tile_cost(const KernelCosts& costs, const Launch& launch, const CacheFormat& format) {
-  // e2m1 takes no longer to convert
-  if (!format.quantised() || (format.code == Code::e2m1 && launch.kernel != Kernel::swap_ab)) return costs.tile_16bit;
-  // swap_ab converts e2m1 in registers: more instructions than for e4m3, but fewer bytes to wait for
-  const bool as_it_is = format.scale == Scale::fp32 || format.code == Code::e2m1 ||
+  if (!format.quantised()) return costs.tile_16bit;
+  if (format.code == Code::e2m1) return costs.tile_fp4;
+  const bool as_it_is = format.scale == Scale::fp32 ||
                         (format.scale == Scale::tensor && format.rope > 0 && launch.kernel == Kernel::swap_ab);
   return as_it_is ? costs.tile_fp8 : costs.tile_converted;
 }
