@@ -261,6 +261,8 @@ def _workspace_bytes(
         return MAX_WORKSPACE
     if (queries.dim(), cache.dim(), block_table.dim(), out.dim()) != (3, 3, 2, 2):
         return 0
+    if candidates is not None and candidates.dim() != 2:
+        return 0
     positions = block_table.shape[1] * cache.shape[1]
     if candidates is not None:
         positions = candidates.shape[-1] * candidate_size

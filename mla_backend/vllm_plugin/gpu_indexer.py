@@ -149,7 +149,8 @@ class GpuIndexer(indexer.SparseAttnIndexer):
     def forward_cuda(self, hidden_states: Tensor, q_quant: Tensor, k: Tensor | None, weights: Tensor) -> Tensor:
         if self.candidate_write:  # whose blocks follow from all scores, which ours doesn't keep
             super().forward_cuda(hidden_states, q_quant, k, weights)
-            order(self.candidate_blocks[: len(hidden_states)])
+            if self.candidate_blocks is not None:
+                order(self.candidate_blocks[: len(hidden_states)])
             return self.topk_indices_buffer
         getattr(torch.ops.vllm, OP.partition("::")[2])(
             hidden_states,

@@ -62,8 +62,11 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
     from vllm.v1.hisparse.layout import get_hisparse_host_pool_bytes
     from vllm.v1.hisparse.runtime import ResolvedHiSparseConfig, check_hisparse_host_memory
 
+    text = vllm_config.model_config.hf_text_config
+    pooled = getattr(text, "index_kpool", None) or 1  # GLM-5.3-Flash selects whole pools, in rows of a multiple of 128
+    selected = text.index_topk if pooled == 1 else -(-(text.index_topk + pooled - 1) // 128) * 128
     try:
-        ResolvedHiSparseConfig.from_vllm_config(vllm_config, vllm_config.model_config.hf_text_config.index_topk)
+        ResolvedHiSparseConfig.from_vllm_config(vllm_config, selected)
         check_hisparse_host_memory(get_hisparse_host_pool_bytes(vllm_config))
     except ValueError as error:
         return str(error)

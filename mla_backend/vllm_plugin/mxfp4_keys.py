@@ -1,9 +1,7 @@
 """Index keys in MXFP4, for `indexer_kv_dtype` mxfp4. vLLM has them for DeepSeek-V4 on Blackwell alone. Here the cache
 of keys of models like DeepSeek-V3.2 becomes 68 bytes a token, and our op writes it."""
 
-import functools
 import importlib
-import inspect
 import sys
 from typing import Any
 
@@ -46,21 +44,15 @@ def install() -> None:
 
 def write_in(model: Any) -> None:
     """Has our op write the keys that the fused kernel of vLLM's DeepSeek-V3.2 would."""
-    theirs = model.fused_norm_rope
-    by_name = replacements.by_name(theirs)
-    if missing := {"index_k", *ARGUMENTS} - inspect.signature(theirs).parameters.keys():
-        raise ValueError(f"indexer_kv_dtype: fused_norm_rope of this vLLM has no {', '.join(missing)}. Leave it out.")
 
-    @functools.wraps(theirs)
-    def fused_norm_rope(*args: Any, **kwargs: Any) -> Any:
-        given = by_name(*args, **kwargs)
-        cache = given["indexer_k_cache"]
+    def keep_out(given: dict[str, Any]) -> dict[str, Any] | None:
+        cache, keys = given["indexer_k_cache"], given["index_k"]
         if cache is None or cache.shape[-1] != KEYS.width:
-            return theirs(*args, **kwargs)
-        keys = torch.empty(given["index_k"].shape, dtype=given["index_k"].dtype, device=cache.device)
-        q = theirs(**given | {"indexer_k_cache": None, "index_k_out": keys})
-        slots = given["slot_mapping"] if given["indexer_slot_mapping"] is None else given["indexer_slot_mapping"]
-        write_keys(keys[: slots.numel()], cache, slots.flatten())
-        return q
+            return None
+        return {"indexer_k_cache": None, "index_k_out": torch.empty(keys.shape, dtype=keys.dtype, device=cache.device)}
 
-    model.fused_norm_rope = fused_norm_rope
+    def write(given: dict[str, Any]) -> None:
+        slots = given["slot_mapping"] if given["indexer_slot_mapping"] is None else given["indexer_slot_mapping"]
+        write_keys(given["index_k_out"][: slots.numel()], given["indexer_k_cache"], slots.flatten())
+
+    replacements.write_instead(model, "MXFP4 keys", {"index_k", *ARGUMENTS}, keep_out, write)

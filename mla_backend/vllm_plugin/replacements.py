@@ -216,5 +216,37 @@ def by_name(theirs: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     return lambda *args, **kwargs: defaults | dict(zip(parameters, args, strict=False)) | kwargs
 
 
+def write_instead(
+    model: Any,
+    what: str,
+    needed: set[str],
+    keep_out: Callable[[dict[str, Any]], dict[str, Any] | None],
+    write: Callable[[dict[str, Any]], None],
+) -> None:
+    """Has `write` write what the fused kernel of vLLM's DeepSeek-V3.2 would. `keep_out` returns the arguments that keep
+    the kernel from it, or None where it is to write. Once for each `what`. Raises ValueError if the kernel has not all
+    arguments that are needed."""
+    theirs = model.fused_norm_rope
+    written = getattr(theirs, "written_by_us", frozenset())
+    if what in written:
+        return
+    if missing := needed - inspect.signature(theirs).parameters.keys():
+        raise ValueError(
+            f"fused_norm_rope of this vLLM has no {', '.join(sorted(missing))}, so no {what} can be written"
+        )
+    named = by_name(theirs)
+
+    def fused_norm_rope(*args: Any, **kwargs: Any) -> Any:
+        given = named(*args, **kwargs)
+        if (others := keep_out(given)) is None:
+            return theirs(*args, **kwargs)
+        q = theirs(**given | others)
+        write(given | {name: other for name, other in others.items() if other is not None})
+        return q
+
+    model.fused_norm_rope = instead_of(theirs, fused_norm_rope)
+    model.fused_norm_rope.written_by_us = written | {what}
+
+
 def is_ours(function: Any) -> bool:
     return getattr(function, "of_mla_backend", False)

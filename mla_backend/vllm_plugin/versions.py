@@ -9,7 +9,6 @@ The plugin was tried with the versions in `tried_versions.VLLM`:
 """
 
 import importlib
-import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -302,29 +301,18 @@ def write_nvfp4_rows() -> None:
     an instruction of Blackwell's for that."""
     from mla_backend.cache import cache_write
 
-    model = sys.modules.get(replacements.V32_ATTENTION)
-    if model is None or replacements.is_ours(model.fused_norm_rope):
-        return
-    inherited = model.fused_norm_rope
-    needed = {"slot_mapping", "mla_kv_cache", "mla_kv_cache_dtype", "kv_c_out", "k_pe_out"}
-    if not needed <= inspect.signature(inherited).parameters.keys():
-        raise ValueError(
-            f"{SPARSE}: fused_norm_rope of this vLLM has other arguments, so no nvfp4_ds_mla rows can be written. "
-            "Use --kv-cache-dtype fp8, or install vllm 0.32 or 0.33."
-        )
-    by_name = replacements.by_name(inherited)
+    def keep_out(given: dict[str, Any]) -> dict[str, Any] | None:
+        if given["mla_kv_cache"] is None or given["mla_kv_cache_dtype"] != NVFP4:
+            return None
+        return {"mla_kv_cache": None, "mla_kv_cache_dtype": "auto"}
 
-    def fused_norm_rope(*args: Any, **kwargs: Any) -> Any:
-        given = by_name(*args, **kwargs)
-        cache = given["mla_kv_cache"]
-        if cache is None or given["mla_kv_cache_dtype"] != NVFP4:
-            return inherited(*args, **kwargs)
-        q = inherited(**given | {"mla_kv_cache": None, "mla_kv_cache_dtype": "auto"})
+    def write(given: dict[str, Any]) -> None:
         slots = given["slot_mapping"].flatten()
-        cache_write(given["kv_c_out"][: len(slots)], given["k_pe_out"][: len(slots)], cache, slots)
-        return q
+        cache_write(given["kv_c_out"][: len(slots)], given["k_pe_out"][: len(slots)], given["mla_kv_cache"], slots)
 
-    model.fused_norm_rope = replacements.instead_of(inherited, fused_norm_rope)
+    if (model := sys.modules.get(replacements.V32_ATTENTION)) is not None:
+        needed = {"slot_mapping", "mla_kv_cache", "mla_kv_cache_dtype", "kv_c_out", "k_pe_out"}
+        replacements.write_instead(model, "nvfp4_ds_mla rows", needed, keep_out, write)
 
 
 # --- the bases of the backend's classes -------------------------------------------------------------------------------

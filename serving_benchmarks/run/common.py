@@ -108,6 +108,8 @@ def add_engine_args(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -
 def engine_args(options: argparse.Namespace) -> dict[str, Any]:
     """What `add_engine_args` added."""
     seed = options.random_weights
+    if seed is None and options.overlap is not None:
+        raise types.Refused("--overlap is for models with --random-weights")
     return {**({} if seed is None else random_weights(seed, options.overlap)), **options.engine_args}
 
 

@@ -30,7 +30,11 @@ def install(model_config: Any, overlap: float, device: torch.device) -> None:
     from vllm.compilation.breakable_cudagraph import eager_break_during_capture
     from vllm.models.deepseek_v32 import attention
 
-    longest, width = model_config.max_model_len, model_config.hf_text_config.index_topk
+    if attention.sparse_attn_indexer.__module__ == __name__:
+        return  # for the model whose drafts these weights are for
+    longest, width = model_config.max_model_len, getattr(model_config.hf_text_config, "index_topk", 0)
+    if model_config.hf_text_config.model_type != "deepseek_v32" or width & (width - 1):
+        raise ValueError("--overlap needs a model of DeepSeek-V3.2 whose top-k is a power of two")
     parts = (range(longest)[first : first + CHUNK] for first in range(0, longest, CHUNK))
     table = torch.cat([selected(part[0], part[-1] + 1, width, overlap, device) for part in parts])
     given: dict[str, Tensor] = {}

@@ -86,8 +86,15 @@ def test_layers_select_what_repeats_itself_in_place_of_what_the_indexer_found(mo
     monkeypatch.setattr(
         attention.DeepseekV32Attention, "_sparse_indexer_and_attn", functools.wraps(attend)(lambda *args: attend(*args))
     )
-    config = SimpleNamespace(max_model_len=2500, hf_text_config=SimpleNamespace(index_topk=64))
-    overlap.install(config, 0.75, torch.device("cpu"))
+    config = SimpleNamespace(
+        max_model_len=2500, hf_text_config=SimpleNamespace(index_topk=64, model_type="deepseek_v32")
+    )
+    for topk, model in ((64, "glm5"), (48, "deepseek_v32")):
+        other = SimpleNamespace(max_model_len=2500, hf_text_config=SimpleNamespace(index_topk=topk, model_type=model))
+        with pytest.raises(ValueError, match="^--overlap needs"):
+            overlap.install(other, 0.75, torch.device("cpu"))
+    for _ in range(2):  # again for a model that drafts
+        overlap.install(config, 0.75, torch.device("cpu"))
     positions = torch.tensor([2300, 7, 2499])
     attention.DeepseekV32Attention._sparse_indexer_and_attn("a layer", positions, "queries")
     ((layer, queries, found),) = seen

@@ -23,10 +23,10 @@ __device__ __forceinline__ CompactRow& compact_row(const Partials& partials, int
 }
 
 // The power of two that brings a half's largest magnitude to 2^14 to 2^15. For an infinite one it is 2^0: a smaller
-// factor times a weight could become 0, and 0 times infinity is NaN.
+// factor times a weight could become 0, and 0 times infinity is NaN. So it is for zeros: what divides by it is finite.
 __device__ __forceinline__ int compact_power(float largest) {
   const int exponent = static_cast<int>(float_bits(largest) >> 23);
-  return exponent == 255 ? 0 : max(exponent - 127 - 14, -100);
+  return exponent == 255 || exponent == 0 ? 0 : max(exponent - 127 - 14, -100);
 }
 
 }  // namespace mla::cuda
