@@ -17,7 +17,7 @@ once. Nothing here imports vLLM before vLLM calls it. docs/serving.md tells how 
     cpu_platform.py  vLLM's CPU platform, with sparse attention
     products.py      how FP8 rows are multiplied
     selection.py     whether our op selects on a GPU, and what the tokens of a step see
-    sharing.py       who selects for which tokens, where several GPUs do; shared_indexer.py has them do it
+    sharing.py       whether several GPUs select for a share of the tokens each; shared_indexer.py has them do it
     cpu_indexer.py   the indexer on a CPU; gpu_indexer.py the one on a GPU, where it is on
     mxfp4_keys.py    the cache of its keys in MXFP4, and who writes them
 """

@@ -27,7 +27,8 @@ from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata, has_deep_gemm
 from vllm.utils.torch_utils import _resolve_layer_name, vllm_lib
 from vllm.v1.attention.backends.mla import indexer
 
-from mla_backend.vllm_plugin import gpu_indexer, selection, sharing, versions
+from mla_backend import rank_shares
+from mla_backend.vllm_plugin import gpu_indexer, selection, versions
 from mla_backend.vllm_plugin.replacements import by_name, instead_of, is_ours
 
 HEAD_WORDS = 32
@@ -59,7 +60,7 @@ def install(vllm_config: Any, forced: bool = False) -> None:
     if is_ours(deepseek_v32.sparse_attn_indexer):
         return
     group, config = get_tp_group(), vllm_config.model_config.hf_text_config
-    tokens = min(sharing.PIECE, vllm_config.scheduler_config.max_num_batched_tokens)
+    tokens = min(rank_shares.PIECE, vllm_config.scheduler_config.max_num_batched_tokens)
     room = Room(group, tokens, config.index_n_heads, config.index_topk, forced)
     if (reason := why_not(room)) is not None:
         versions.logger().warning("mla-backend: each GPU selects for all tokens, as %s.", reason)
@@ -105,7 +106,7 @@ class Room:
         self.near, self.heads, self.topk = near_of(group), heads, topk
         each = -(-tokens // self.ranks) + REQUEST_ROWS
         self.tokens, self.decode_tokens = each * self.ranks, tokens
-        self.snake = sharing.snake(self.tokens, self.ranks, group.device)
+        self.snake = rank_shares.snake(self.tokens, self.ranks, group.device)
         new = partial(torch.empty, device=group.device)
         self.received = new(self.tokens, topk, dtype=torch.int32)
         self.queries = new(each, heads * HEAD_WORDS, dtype=torch.int32)
@@ -279,7 +280,7 @@ def weigh(builder: Any, common: Any, room: Room) -> dict[str, bool]:
     in_graph = tokens * builder.vllm_config.model_config.max_model_len / 8 / ratio, 0.0, tokens, 0
     can, sizes = tokens - prefill_tokens <= most_decoded(builder, room), (room.ranks, room.heads, room.topk)
     both = {"pays": now, "pays_in_graphs": in_graph}
-    return {name: can and (room.forced or sharing.pays(*given, *sizes)) for name, given in both.items()}
+    return {name: can and (room.forced or rank_shares.pays(*given, *sizes)) for name, given in both.items()}
 
 
 def prefill_pieces(builder: Any, metadata: Any, room: Room) -> list[Piece]:
@@ -289,7 +290,7 @@ def prefill_pieces(builder: Any, metadata: Any, room: Room) -> list[Piece]:
     for chunk in metadata.prefill.chunks:
         for first in range(chunk.token_start, chunk.token_end, room.tokens):
             index = builder.arange_buffer[: min(room.tokens, chunk.token_end - first)].long()
-            rows, places = sharing.deal_in_turn(index, room.rank, room.ranks)
+            rows, places = rank_shares.deal_in_turn(index, room.rank, room.ranks)
             rows, before = rows + first, first - chunk.token_start
             own = dict(token_start=0, token_end=len(rows), skip_kv_gather=chunk.skip_kv_gather or before > 0)
             own |= {name: getattr(chunk, name)[rows - chunk.token_start] for name in ("cu_seqlen_ks", "cu_seqlen_ke")}
@@ -335,10 +336,10 @@ def decode_piece(builder: Any, metadata: Any, room: Room) -> Piece:
 def deal_decode(builder: Any, metadata: Any, piece: Piece, room: Room) -> None:
     """Writes into the piece which requests are this rank's, and what they see."""
     theirs, own = metadata.decode, piece.step.decode
-    dealt, places = sharing.deal(theirs.seq_lens[:, -1], room.snake)
+    dealt, places = rank_shares.deal(theirs.seq_lens[:, -1], room.snake)
     requests, width = dealt[room.rank], theirs.seq_lens.shape[1]
-    piece.rows.copy_(sharing.rows_of(requests, width))
-    piece.places.copy_(sharing.rows_of(places, width))
+    piece.rows.copy_(rank_shares.rows_of(requests, width))
+    piece.places.copy_(rank_shares.rows_of(places, width))
     torch.index_select(theirs.seq_lens, 0, requests, out=own.seq_lens)
     torch.index_select(theirs.block_table, 0, requests, out=own.block_table)
     if hasattr(metadata, "requests"):

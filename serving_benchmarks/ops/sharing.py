@@ -106,10 +106,11 @@ def measure(case: Case, cache: Tensor, group: Any, loaded: set[str], rounds: int
     from vllm.model_executor.layers.sparse_attn_indexer import sparse_attn_indexer
     from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder as Builder
 
-    from mla_backend.vllm_plugin import shared_indexer, sharing
+    from mla_backend import rank_shares
+    from mla_backend.vllm_plugin import shared_indexer
 
     batch, longest = case.requests, case.requests.longest
-    room = shared_indexer.Room(group, sharing.PIECE, case.heads, case.topk, forced=True)
+    room = shared_indexer.Room(group, rank_shares.PIECE, case.heads, case.topk, forced=True)
     sharing_builder = type("SharingBuilder", (Builder,), {})
     shared_indexer.add_shares_to_metadata_of(sharing_builder, room)
     table = kernels.new_table(batch.blocks(BLOCK), len(cache)).clamp(min=0)

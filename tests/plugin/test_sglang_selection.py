@@ -95,6 +95,37 @@ def test_each_token_gets_the_best_of_what_it_sees(name, fused, monkeypatch, no_v
         assert select(fixture, q, weights, out) is out and torch.equal(out, found[fused])
 
 
+class Group:
+    """GPUs that take turns, twice: in the second turn each gets what the others said in the first."""
+
+    def __init__(self, rank: int, said: dict[int, torch.Tensor]):
+        self.rank_in_group, self.world_size, self.said = rank, 3, said
+
+    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        self.said[self.rank_in_group] = input.clone()
+        output.copy_(torch.cat([self.said.get(rank, torch.zeros_like(input)) for rank in range(self.world_size)]))
+
+
+@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("name", BATCHES)
+def test_gpus_that_share_get_what_one_gets(name, pays, monkeypatch):
+    monkeypatch.setattr(selection.rank_shares, "pays", lambda *_: pays)
+    fixture, said, counts = fixture_of(name), {}, []
+    q, weights, positions, _ = problem_of(fixture)
+    fixture.backend.init_forward_metadata(fixture.forward_batch)
+    monkeypatch.setattr(
+        selection, "select_tokens", lambda *a, **k: counts.append(len(a[0])) or mla_backend.select_tokens(*a, **k)
+    )
+    for turn in range(2):
+        for rank in range(3):
+            fixture.backend.selector.shares = selection.Shares(Group(rank, said))
+            found = select(fixture, q, weights)
+            assert turn == 0 or torch.equal(found, positions)
+    requests, tokens = len(fixture.forward_batch.seq_lens), len(q) - PADDING
+    each = -(-tokens // 3) if BATCHES[name][0] is EXTEND else -(-requests // 3) * tokens // requests
+    assert {*counts} == {each if pays else tokens} and bool(said) == pays
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BATCHES)
 def test_sglangs_own_functions_select_the_same_but_for_rounding(name):
@@ -134,8 +165,11 @@ def test_it_is_on_where_it_is_asked_for_or_there_is_no_deep_gemm_and_it_can_be(m
         for value, expected in (("1", True), ("0", False), (None, without)):
             monkeypatch.setenv(selection.VARIABLE, value) if value else monkeypatch.delenv(selection.VARIABLE)
             assert (backends.SparseMLABackend(runner).selector is not None) == expected
-    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(attn_cp_size=2))
-    for value, word in (("1", "leave out --attn-cp-size"), ("yes", "must be 0 or 1; got 'yes'"), ("0", None)):
+    wrong = [("1", "leave out --attn-cp-size"), ("yes", "must be 0, 1 or shared; got 'yes'"), ("0", None)]
+    wrong += [("shared", "MLA_SELECTION=shared needs attention on several GPUs")]
+    for value, word in wrong:
+        sizes = SimpleNamespace(attn_cp_size=1 if value == "shared" else 2, attn_tp_size=1)
+        monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda sizes=sizes: sizes)
         monkeypatch.setenv(selection.VARIABLE, value)
         assert (word or "") in (selection.why_refused(runner) or "") and not selection.is_on(runner)
 

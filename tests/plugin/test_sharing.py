@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_installed  # noqa: F401
+from mla_backend import rank_shares
 from mla_backend.vllm_plugin import config as plugin_config
 from mla_backend.vllm_plugin import selection, sharing
 from vllm_models import config_with
@@ -33,16 +34,16 @@ DRAFTS = {"one draft": 1, "three drafts": 3, "two drafts, flattened": 2, "mixed"
 
 @given(lengths=st.lists(st.integers(0, 300), min_size=1, max_size=70), ranks=st.integers(2, 8), width=st.integers(1, 4))
 def test_every_row_is_dealt_once_and_shares_are_equal(lengths, ranks, width):
-    by = sharing.snake(70, ranks, torch.device("cpu"))
-    dealt, places = sharing.deal(torch.tensor(lengths, dtype=torch.int32), by)
+    by = rank_shares.snake(70, ranks, torch.device("cpu"))
+    dealt, places = rank_shares.deal(torch.tensor(lengths, dtype=torch.int32), by)
     assert torch.equal(dealt.flatten()[places], torch.arange(len(lengths)))
     mine = torch.zeros(dealt.numel(), dtype=torch.bool).scatter_(0, places, True).view(dealt.shape)
     counts, work = mine.sum(1), (torch.tensor(lengths)[dealt] * mine).sum(1)
     assert counts.max() - counts.min() <= 1 and work.max() - work.min() <= max(lengths)
     tokens = torch.arange(len(lengths) * width)
-    rows, at = (sharing.rows_of(x.flatten(), width) for x in (dealt, places))
+    rows, at = (rank_shares.rows_of(x.flatten(), width) for x in (dealt, places))
     assert torch.equal(rows[at], tokens)
-    shares = [sharing.deal_in_turn(tokens, rank, ranks) for rank in range(ranks)]
+    shares = [rank_shares.deal_in_turn(tokens, rank, ranks) for rank in range(ranks)]
     assert all(torch.equal(torch.cat([rows for rows, _ in shares])[places], tokens) for _, places in shares)
 
 
@@ -225,7 +226,7 @@ def test_pieces_of_decode_fit_steps_of_any_width_and_padding():
 def test_steps_are_shared_that_get_faster():
     def pays(tokens, context, ranks=2, prefill=False, **sizes):
         keys = tokens * context * 1024
-        return sharing.pays(*((0, keys) if prefill else (keys, 0)), tokens, tokens * prefill, ranks, **sizes)
+        return rank_shares.pays(*((0, keys) if prefill else (keys, 0)), tokens, tokens * prefill, ranks, **sizes)
 
     assert all(pays(*step) for step in ((64, 32), (64, 128), (16, 128), (16, 32, 8)))
     assert not any(pays(*step) for step in ((16, 32), (64, 4), (1, 128)))
