@@ -194,7 +194,7 @@ def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
     """One line for each thing a user may want: whether it runs here, and if not, why."""
     library, gpus = report["library"], report["gpus"]
     if not library["loads"]:
-        return [{"what": "everything", "runs": False, "why": library["why"]}]
+        return [{"what": "everything", "runs": False, "why": "the library does not load"}]
     kernel = next(k["name"] for k in library["cpu_kernels"] if k["active"])
     verdicts = [{"what": "every op on the CPU", "runs": True, "why": f"attention kernel {kernel}"}]
     broken = [k["error"] for k in gpus["kernels"] if "error" in k]

@@ -23,6 +23,12 @@ def byte_size(text: str) -> int:
     return int(Fraction(number) * base ** " kmgt".index(unit.lower() or " "))
 
 
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more; got {text!r}")
+    return int(text)
+
+
 def console(width: int | None = None, **options: bool) -> Console:
     """Prints to standard output. Where that is no terminal, no line ends with the padding of a table."""
     unpadded = None if sys.stdout.isatty() else _Unpadded(sys.stdout)

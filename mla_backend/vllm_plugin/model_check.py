@@ -132,7 +132,8 @@ def render(report: dict[str, Any], console: Console) -> None:
     say(f"  served by vLLM with --attention-backend {report['backend']}")
     weights, gpus = report["weights"], report["gpus"]
     unknown = "no safetensors files or index in the folder, so what fits beside them is not known"
-    say(f"  weights: {f'{weights / GIB:.1f} GiB' if weights else unknown}")
+    size = f"{weights / GIB:.1f} GiB" if weights and weights > GIB // 10 else f"{(weights or 0) / 2**20:.1f} MiB"
+    say(f"  weights: {size if weights else unknown}")
     for cache in report["caches"]:
         rows = f"  --kv-cache-dtype {cache['dtype']}: KV rows {cache['format']}, {cache['row']} bytes"
         if cache["token"] is None:
