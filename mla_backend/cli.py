@@ -38,12 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model.add_argument(
         "--model", type=Path, metavar="FOLDER", help="say whether vLLM serves it, and how many tokens fit"
     )
-    model.add_argument("--gpus", type=terminal.count, metavar="N", help="how many (default: those here)")
+    model.add_argument("--gpus", type=terminal.whole, metavar="N", help="how many (default: those here)")
     model.add_argument(
         "--gpu-memory", type=terminal.byte_size, metavar="SIZE", help="of each (default: as here, or 80G)"
     )
     model.add_argument(
-        "--tensor-parallel", type=terminal.count, metavar="N", help="GPUs that share a layer (default: all)"
+        "--tensor-parallel", type=terminal.whole, metavar="N", help="GPUs that share a layer (default: all)"
     )
     doctor.set_defaults(run=_doctor)
     generate_options.add(commands).set_defaults(run=_generate)

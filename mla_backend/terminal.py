@@ -23,9 +23,9 @@ def byte_size(text: str) -> int:
     return int(Fraction(number) * base ** " kmgt".index(unit.lower() or " "))
 
 
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more; got {text!r}")
+def whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number; got {text!r}")
     return int(text)
 
 
