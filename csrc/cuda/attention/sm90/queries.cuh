@@ -54,6 +54,17 @@ __device__ __forceinline__ float2 q_scales_of_lane(const float* q_scale, int j, 
   return *reinterpret_cast<const float2*>(q_scale + 8 * j + 2 * (lane % 4));
 }
 
+// Scores of a lane's products: times their heads' scales, plus `bias` of its two tokens.
+template <int kCount>
+__device__ __forceinline__ void scale_scores(float (&score)[kCount], const float (&products)[kCount],
+                                             const float* q_scale, const float (&bias)[2], int lane) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float2 scale = q_scales_of_lane(q_scale, i / 4, lane);
+    score[i] = products[i] * (i % 2 ? scale.y : scale.x) + bias[i / 2 % 2];
+  }
+}
+
 constexpr int kQueryWarps = 8;  // load a token's queries: a warp heads warp, warp + 8, ...
 
 // Eight warps load a token's heads in the layout of a tile's block; a warp loads up to four heads at once. Rows beyond

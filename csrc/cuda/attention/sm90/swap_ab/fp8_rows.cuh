@@ -27,7 +27,7 @@ static_assert(lanes_in_different_banks([](int lane) { return 2 * (lane % 4); }, 
 template <Rows kRows, int kHeads>
 struct Fp8Rows : RawRows<Fp8Rows<kRows, kHeads>, kHeads> {
   using Raw = RawRows<Fp8Rows, kHeads>;
-  using Raw::kGroupDims, Raw::kLaneDims, Raw::kWarpRows, Raw::lane, Raw::warp;
+  using Raw::kGroupDims, Raw::kLaneDims, Raw::kValueSteps, Raw::kWarpRows, Raw::lane, Raw::warp;
   // One scale for the whole cache: it is part of the factors of scores and outputs. Rope is e4m3, too.
   static constexpr bool kOfTensor = kRows == Rows::fp8_tensor_576;
   using Queries = QuantisedQueries<kHeads, kOfTensor>;
@@ -128,11 +128,7 @@ struct Fp8Rows : RawRows<Fp8Rows<kRows, kHeads>, kHeads> {
         score[i] = kOfTensor && g == 0 ? group : score[i] + group;
       }
     }
-#pragma unroll
-    for (int i = 0; i < kAccRegisters; ++i) {
-      const float2 by = q_scales_of_lane(q_scale, i / 4, lane);
-      score[i] = score[i] * (i % 2 ? by.y : by.x) + bias[i / 2 % 2];
-    }
+    scale_scores(score, score, q_scale, bias, lane);
     if constexpr (kAhead) load(fp8, s.stages[stage], 0);
   }
 
@@ -198,40 +194,30 @@ struct Fp8Rows : RawRows<Fp8Rows<kRows, kHeads>, kHeads> {
     }
   }
 
-  // out += values times P, which lies in shared memory. `release` is called when the tile has been read. Rows are
-  // converted while the product before is in flight. With kAhead, bytes are read a step ahead: compute_scores() has
-  // read the first ones.
+  // out += values times P, which lies in shared memory. `release` is called when the tile has been read. With kAhead,
+  // bytes are read a step ahead: compute_scores() has read the first ones.
   template <typename Release>
   __device__ void add_values(float (&out)[kLaneDims / 2][kAccRegisters], Memory& s, int stage, uint32_t probs_address,
                              Release release) {
-    const uint64_t probs = smem_descriptor(probs_address);
-    constexpr int kSteps = kTileTokens / 16;
-    uint32_t rows[2][2][4];
     uint4 others[4];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      uint4(&own)[4] = kAhead && step % 2 ? others : fp8;
-      uint4(&next)[4] = step % 2 ? fp8 : others;
-      if constexpr (!kAhead) load(own, s.stages[stage], step);
-      if (kAhead && step + 1 < kSteps) load(next, s.stages[stage], step + 1);
-      uint32_t scale[2] = {};
-      if constexpr (!kOfTensor) {
-        scale[0] = __shfl_sync(~0u, value_scale, 8 * step + lane % 4);
-        scale[1] = __shfl_sync(~0u, value_scale, 8 * step + 4 + lane % 4);
-      }
-      if (step + 1 == kSteps) release();
-#pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        const auto of = [&](const uint4& x) { return word == 0 ? x.x : word == 1 ? x.y : word == 2 ? x.z : x.w; };
-        if (step > 0 || word > 1) cute::warpgroup_wait<1>();
-        convert(rows[word % 2], of(own[0]), of(own[1]), of(own[2]), of(own[3]), scale);
-        cute::warpgroup_arrive();
-        wgmma<F16RowsAtom<kHeads>>(out[2 * word], rows[word % 2][0], probs + ((step * 32) >> 4));
-        wgmma<F16RowsAtom<kHeads>>(out[2 * word + 1], rows[word % 2][1], probs + ((step * 32) >> 4));
-        cute::warpgroup_commit_batch();
-      }
-    }
-    cute::warpgroup_wait<0>();
+    uint32_t scale[2] = {};
+    const auto of_step = [&](int step) -> uint4(&)[4] { return kAhead && step % 2 ? others : fp8; };
+    Raw::add_in_steps(
+        out, smem_descriptor(probs_address),
+        [&](int step) {
+          if constexpr (!kAhead) load(fp8, s.stages[stage], step);
+          if (kAhead && step + 1 < kValueSteps) load(of_step(step + 1), s.stages[stage], step + 1);
+          if constexpr (!kOfTensor) {
+            scale[0] = __shfl_sync(~0u, value_scale, 8 * step + lane % 4);
+            scale[1] = __shfl_sync(~0u, value_scale, 8 * step + 4 + lane % 4);
+          }
+          if (step + 1 == kValueSteps) release();
+        },
+        [&](uint32_t (&rows)[2][4], int step, int word) {
+          const auto of = [&](const uint4& x) { return word == 0 ? x.x : word == 1 ? x.y : word == 2 ? x.z : x.w; };
+          const uint4(&own)[4] = of_step(step);
+          convert(rows, of(own[0]), of(own[1]), of(own[2]), of(own[3]), scale);
+        });
   }
 
   template <typename Shared>

@@ -86,7 +86,7 @@ struct OrderedQueries {
 template <int kHeads>
 struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
   using Raw = RawRows<Nvfp4Rows, kHeads>;
-  using Raw::kLaneDims, Raw::kWarpRows, Raw::lane, Raw::warp;
+  using Raw::kLaneDims, Raw::kValueSteps, Raw::kWarpRows, Raw::lane, Raw::warp;
   using Queries = OrderedQueries<kHeads>;
   static constexpr int kStages = kHeads > 8 ? 6 : 8;    // tiles
   static constexpr int kQueries = kHeads > 16 ? 1 : 2;  // buffers for a token's queries
@@ -215,11 +215,7 @@ struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
     }
     cute::warpgroup_wait<0>();
     fence_acc(score);
-#pragma unroll
-    for (int i = 0; i < kAccRegisters; ++i) {
-      const float2 scale = q_scales_of_lane(q_scale, i / 4, lane);
-      score[i] = score[i] * (i % 2 ? scale.y : scale.x) + bias[i / 2 % 2];
-    }
+    scale_scores(score, score, q_scale, bias, lane);
   }
 
   // The lane's block of 16 dims of each of four tokens: 16 * step + 2 * (lane % 4), the next, and both plus 8; and the
@@ -263,39 +259,32 @@ struct Nvfp4Rows : RawRows<Nvfp4Rows<kHeads>, kHeads> {
     return pair[0];
   }
 
-  // out += values times P, which lies in shared memory. `release` is called when the tile has been read. Rows are
-  // converted while the product before is in flight. Bytes are read a step ahead: compute_scores() has read the first
-  // ones.
+  // out += values times P, which lies in shared memory. `release` is called when the tile has been read. With kAhead,
+  // bytes are read a step ahead: compute_scores() has read the first ones.
   template <typename Release>
   __device__ void add_values(float (&out)[kLaneDims / 2][kAccRegisters], Memory& s, int stage, uint32_t probs_address,
                              Release release) {
-    const uint64_t probs = smem_descriptor_uniform(probs_address);
-    constexpr int kSteps = kTileTokens / 16;
-    uint32_t rows[2][2][4];
     uint2 others[4];
-    uint32_t other_scales[4];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      uint2(&own)[4] = kAhead && step % 2 ? others : fp4;
-      uint2(&next)[4] = step % 2 ? fp4 : others;
-      uint32_t (&own_scales)[4] = kAhead && step % 2 ? other_scales : value_scales;
-      if constexpr (!kAhead) load(own, own_scales, s.stages[stage], step);
-      const uint32_t scale[2] = {pair_of_scales(own_scales[0], own_scales[1]),
-                                 pair_of_scales(own_scales[2], own_scales[3])};
-      if (kAhead && step + 1 < kSteps) load(next, step % 2 ? value_scales : other_scales, s.stages[stage], step + 1);
-      if (step + 1 == kSteps) release();
-#pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        const auto of = [&](const uint2& x) { return part < 2 ? x.x : x.y; };
-        if (step > 0 || part > 1) cute::warpgroup_wait<1>();
-        convert(rows[part % 2], of(own[0]), of(own[1]), of(own[2]), of(own[3]), part % 2, scale);
-        cute::warpgroup_arrive();
-        wgmma<F16RowsAtom<kHeads>>(out[2 * part], rows[part % 2][0], probs + ((step * 32) >> 4));
-        wgmma<F16RowsAtom<kHeads>>(out[2 * part + 1], rows[part % 2][1], probs + ((step * 32) >> 4));
-        cute::warpgroup_commit_batch();
-      }
-    }
-    cute::warpgroup_wait<0>();
+    uint32_t other_scales[4], scale[2];
+    const auto numbers_of = [&](int step) -> uint2(&)[4] { return kAhead && step % 2 ? others : fp4; };
+    const auto scales_of = [&](int step) -> uint32_t (&)[4] {
+      return kAhead && step % 2 ? other_scales : value_scales;
+    };
+    const auto load_step = [&](int step) { load(numbers_of(step), scales_of(step), s.stages[stage], step); };
+    Raw::add_in_steps(
+        out, smem_descriptor_uniform(probs_address),
+        [&](int step) {
+          if constexpr (!kAhead) load_step(step);
+          const uint32_t (&own)[4] = scales_of(step);
+          scale[0] = pair_of_scales(own[0], own[1]), scale[1] = pair_of_scales(own[2], own[3]);
+          if (kAhead && step + 1 < kValueSteps) load_step(step + 1);
+          if (step + 1 == kValueSteps) release();
+        },
+        [&](uint32_t (&rows)[2][4], int step, int part) {
+          const auto of = [&](const uint2& x) { return part < 2 ? x.x : x.y; };
+          const uint2(&own)[4] = numbers_of(step);
+          convert(rows, of(own[0]), of(own[1]), of(own[2]), of(own[3]), part % 2, scale);
+        });
   }
 
   template <typename Shared>

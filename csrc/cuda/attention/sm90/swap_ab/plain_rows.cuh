@@ -55,11 +55,7 @@ struct PlainRows {
     for (int i = 0; i < 2; ++i) bias[i] = s.valid[stage][warp * 16 + lane / 4 + 8 * i] ? 0.0f : -INFINITY;
     cute::warpgroup_wait<0>();
     fence_acc(acc);
-#pragma unroll
-    for (int i = 0; i < kAccRegisters; ++i) {
-      const float2 scale = q_scales_of_lane(q_scale, i / 4, lane);
-      score[i] = acc[i] * (i % 2 ? scale.y : scale.x) + bias[i / 2 % 2];
-    }
+    scale_scores(score, acc, q_scale, bias, lane);
   }
 
   // Two heads' P of the lane's upper or lower token, as operand B has them.

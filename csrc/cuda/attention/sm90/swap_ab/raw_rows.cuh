@@ -8,6 +8,7 @@
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/mbarrier.cuh"
+#include "cuda/common/wgmma.cuh"
 
 namespace mla::cuda::sm90::swap_ab {
 
@@ -19,6 +20,7 @@ struct RawRows {
   static constexpr int kTileArrivals = (32 + kWarpArrivals) * kWarps;
   static constexpr int kGroupDims = kValueDim / kGroups;  // a warp's output dims
   static constexpr int kLaneDims = kGroupDims / 8;
+  static constexpr int kValueSteps = kTileTokens / 16;
 
   const int warp, lane;  // warp of the warpgroup
 
@@ -41,6 +43,30 @@ struct RawRows {
   __device__ void put(float* row, const float (&acc)[kLaneDims]) const {
 #pragma unroll
     for (int i = 0; i < kLaneDims / 4; ++i) dims(row)[i] = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
+  }
+
+  // out += values times P, whose descriptor this is, in steps of 16 tokens. `begin(step)` is called before each;
+  // convert(rows, step, part) then makes operand A of the two products of each of four parts: four neighbouring ones of
+  // a lane's dims. Rows are converted while the products before are in flight.
+  template <typename Begin, typename Convert>
+  static __device__ void add_in_steps(float (&out)[kLaneDims / 2][kHeads / 2], uint64_t probs, Begin begin,
+                                      Convert convert) {
+    uint32_t rows[2][2][4];
+#pragma unroll
+    for (int step = 0; step < kValueSteps; ++step) {
+      begin(step);
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {
+        if (step > 0 || part > 1) cute::warpgroup_wait<1>();
+        convert(rows[part % 2], step, part);
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          wgmma<F16RowsAtom<kHeads>>(out[2 * part + i], rows[part % 2][i], probs + ((step * 32) >> 4));
+        cute::warpgroup_commit_batch();
+      }
+    }
+    cute::warpgroup_wait<0>();
   }
 
   // Eight warps load a token's queries. `wait_for_room` is called when the first loads are in flight.
