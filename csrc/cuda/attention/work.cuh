@@ -57,6 +57,17 @@ struct CtaWork {
     return entry;
   }
 
+  // Calls visit(tile, token, whether it is the token's first one) for all tiles. They are counted from 0.
+  template <typename Visit>
+  __device__ __forceinline__ void each_tile(Visit visit) const {
+    int tile = 0;
+    for (int token = token_begin; token < token_end; ++token) {
+      const TokenWork own = work(token);
+      const int begin = tile, end = tile + own.tile_end - own.tile_begin;
+      for (; tile < end; ++tile) visit(tile, token, tile == begin);
+    }
+  }
+
   __device__ TokenWork work(int token) const {
     TokenWork w;
     w.token = token;

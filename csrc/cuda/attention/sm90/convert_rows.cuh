@@ -187,19 +187,14 @@ __device__ __forceinline__ void produce_converted(const CtaWork& cta, uint8_t (&
     close_copies();
   };
   for (int tile = 0; tile < kAhead; ++tile) copy(tile);
-  int tile = 0;
-  for (int token = cta.token_begin; token < cta.token_end; ++token) {
-    const TokenWork work = cta.work(token);
-    const int begin = tile, end = tile + work.tile_end - work.tile_begin;
-    for (; tile < end; ++tile) {
-      const int stage = tile % kStages;
-      wait_for_copies<kAhead - 1>();
-      rows.convert(tiles[stage], lists >> stage & 1);
-      arrive_as_warp(full[stage]);
-      if (tile == begin && tile >= kFirstQueries) begin_token(token);
-      copy(tile + kAhead);
-    }
-  }
+  cta.each_tile([&](int tile, int token, bool first) {
+    const int stage = tile % kStages;
+    wait_for_copies<kAhead - 1>();
+    rows.convert(tiles[stage], lists >> stage & 1);
+    arrive_as_warp(full[stage]);
+    if (first && tile >= kFirstQueries) begin_token(token);
+    copy(tile + kAhead);
+  });
 }
 
 }  // namespace mla::cuda::sm90

@@ -34,7 +34,7 @@ __device__ __forceinline__ uint4 e2m1_times(uint32_t numbers, uint32_t by) {
 }
 
 template <bool kPaged>
-struct Nvfp4Rows {
+struct Nvfp4Converter {
   static constexpr int kWarpRows = RowCopier::kRows;
   static constexpr int kLaneBytes = kNvfp4.latent_bytes() / 32;
   static_assert(kLaneBytes == 8 && kNvfp4.group == 2 * kLaneBytes, "a lane has a group of each row");
@@ -51,7 +51,7 @@ struct Nvfp4Rows {
   uint32_t scale[kWarpRows];
   uint4 rope;  // a piece of row lane / 4
 
-  __device__ Nvfp4Rows(const CtaWork& cta, int warp, int lane, const EarlySlot& early)
+  __device__ Nvfp4Converter(const CtaWork& cta, int warp, int lane, const EarlySlot& early)
       : p(cta.p), warp(warp), lane(lane), cursor(cta), next(cursor, slot_of_lane(), 1, early) {}
 
   __device__ int slot_of_lane() const { return warp * kWarpRows + lane % kWarpRows; }
@@ -144,25 +144,20 @@ __device__ __forceinline__ void produce_nvfp4(const CtaWork& cta, uint8_t (&tile
                                               uint8_t (&valid)[kStages][kTileTokens], Barrier (&full)[kStages],
                                               Barrier (&empty)[kStages], int warp, int lane, const EarlySlot& early,
                                               BeginToken begin_token) {
-  Nvfp4Rows<kPaged> rows(cta, warp, lane, early);
+  Nvfp4Converter<kPaged> rows(cta, warp, lane, early);
   rows.find();
   rows.load();
-  int tile = 0;
-  for (int token = cta.token_begin; token < cta.token_end; ++token) {
-    const TokenWork work = cta.work(token);
-    const int begin = tile, end = tile + work.tile_end - work.tile_begin;
-    for (; tile < end; ++tile) {
-      const int stage = tile % kStages;
-      wait(empty[stage], tile / kStages % 2 ^ 1);
-      const bool begins = tile == begin && tile >= kFirstQueries;
-      rows.convert(tiles[stage], valid[stage], !begins);
-      arrive_as_warp(full[stage]);
-      if (!begins) continue;
-      begin_token(token);
-      rows.find();
-      rows.load();
-    }
-  }
+  cta.each_tile([&](int tile, int token, bool first) {
+    const int stage = tile % kStages;
+    wait(empty[stage], tile / kStages % 2 ^ 1);
+    const bool begins = first && tile >= kFirstQueries;
+    rows.convert(tiles[stage], valid[stage], !begins);
+    arrive_as_warp(full[stage]);
+    if (!begins) return;
+    begin_token(token);
+    rows.find();
+    rows.load();
+  });
 }
 
 }  // namespace mla::cuda::sm90
