@@ -37,16 +37,14 @@ def section_of(file: ResultFile) -> str:
 
 def _about(environment: dict[str, Any]) -> dict[str, Any]:
     """What a reader wants to know of an environment. A library and a torch with CUDA that used no GPU don't say so."""
-    on_gpus, shown = bool(environment.get("gpus")), dict(environment)
-    library, torch = shown.get("library") or {}, shown.get("torch") or {}
-    kernels = library.get("cpu_kernels") or []
-    told = {name: library.get(name) for name in ("version", "compiler", *("cuda_compiler", "cuda_archs") * on_gpus)}
-    used = [] if on_gpus else [kernel["name"] for kernel in kernels if kernel["active"]]
-    shown["library"] = {**told, "CPU kernel": ", ".join(used)}
+    on_gpus, library = bool(environment.get("gpus")), environment.get("library") or {}
+    names = "version", "compiler", *("cuda_compiler", "cuda_archs") * on_gpus
+    shown = {**environment, "library": {name: library.get(name) for name in names}}
     if not on_gpus:
-        shown["torch"] = {name: value for name, value in torch.items() if name != "cuda"}
-        settings = shown.get("settings") or {}
-        shown["settings"] = {name: value for name, value in settings.items() if name != "gpu_memory_utilization"}
+        used = (kernel["name"] for kernel in library.get("cpu_kernels") or () if kernel["active"])
+        shown["library"]["CPU kernel"] = ", ".join(used)
+        for name, of_gpus in (("torch", "cuda"), ("settings", "gpu_memory_utilization")):
+            shown[name] = {key: value for key, value in (shown.get(name) or {}).items() if key != of_gpus}
     return shown
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from serving_benchmarks.results import file, kernel_times, runs
+from serving_benchmarks.results import file, runs
 from serving_benchmarks.results.file import Report, microseconds, page
 
 Entry = dict[str, Any]
@@ -308,21 +308,6 @@ def throughput_versus(*reports: Report, loads: str | None = None, against: str |
     headings = ["heads", "layers", "prompt + output", "in flight", f"{ours[0]}, output tokens/s"]
     headings += [*ours[1:], *others, "ratio", *(f"ratio of {name}" for name in ours[1:])]
     return page(headings, rows, _models_measured(reports, compared, paired=True))
-
-
-def throughput_profiles(*reports: Report) -> str:
-    """Where the time of a decode step of each file's first load goes, in microseconds a step: what its kernels do."""
-    rows = []
-    for report in reports:
-        profiled = [entry for entry in ran(report) if entry.get("profile")]
-        for entry in (entry for entry in profiled if entry["case"] == profiled[0]["case"]):
-            profile, case = entry["profile"], entry["case"]
-            row = [runs.heads(report["environment"], case), runs.lengths(case), entry["backend"], rows_found(entry)]
-            times = [profile["total_us"] / profile["steps"], *kernel_times.by_group(profile).values()]
-            rows.append(row + [f"{time:.0f}" for time in times])
-    headings = ["heads", "prompt + output", "backend", FOUND, "all kernels", *kernel_times.GROUPS, kernel_times.REST]
-    seen = [column for column in range(len(headings)) if any(row[column] not in ("0", "-") for row in rows)]
-    return page([headings[column] for column in seen], [[row[column] for column in seen] for row in rows])
 
 
 def over_first(found: dict[str, float] | None) -> str:

@@ -57,6 +57,14 @@ class MeasuredWorker:
         return json.dumps({"hot": hot, "from_host": misses, "groups": len(groups)})
 
 
+MEASURED = {
+    "skip_tokenizer_init": True,
+    "disable_log_stats": False,  # without its stats it tells nothing of first tokens and of the cache
+    "worker_extension_cls": f"{MeasuredWorker.__module__}.MeasuredWorker",
+}
+"""Arguments of each `vllm.LLM` here, unless others are given."""
+
+
 class VllmEngine:
     """`vllm.LLM`, step by step."""
 
@@ -65,10 +73,7 @@ class VllmEngine:
     def __init__(self, model: str, arguments: dict[str, Any]):
         from vllm import LLM
 
-        # without its stats it tells nothing of first tokens and of the cache
-        own = {"skip_tokenizer_init": True, "disable_log_stats": False}
-        own["worker_extension_cls"] = "serving_benchmarks.run.engine.MeasuredWorker"
-        self._llm = LLM(model, **{**own, **arguments})
+        self._llm = LLM(model, **{**MEASURED, **arguments})
         self._engine = self._llm.llm_engine
         cache = self._engine.vllm_config.cache_config
         shared = arguments.get("decode_context_parallel_size", 1)

@@ -21,7 +21,7 @@ import numpy
 
 from serving_benchmarks.results import kernel_times, runs
 from serving_benchmarks.results.runs import Round
-from serving_benchmarks.run.engine import Ended, MeasuredWorker, VllmEngine
+from serving_benchmarks.run.engine import MEASURED, Ended, VllmEngine
 from serving_benchmarks.run.rounds import Events
 from serving_benchmarks.run.sglang_engine import SglangEngine
 from serving_benchmarks.run.workloads import random_prompts
@@ -143,9 +143,7 @@ def vllm_answers(spec: dict[str, Any]) -> dict[str, Any]:
     """The answers of each batch, and the tokens that were drafted and accepted."""
     from vllm import LLM, SamplingParams
 
-    own = {"skip_tokenizer_init": True, "disable_log_stats": False}
-    own["worker_extension_cls"] = f"{MeasuredWorker.__module__}.MeasuredWorker"
-    llm = LLM(spec["model"], **{**own, **spec["arguments"]})
+    llm = LLM(spec["model"], **{**MEASURED, **spec["arguments"]})
     new = spec["new_tokens"]
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=1, detokenize=False)
     found = []
