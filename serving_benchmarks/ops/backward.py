@@ -19,7 +19,7 @@ import mla_backend
 from mla_backend import reference
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import kernels, timing
-from serving_benchmarks.ops.batches import RequestBatch, positions
+from serving_benchmarks.ops.batches import positions
 
 HEADS, ROWS, LISTS = (8, 16, 32, 64, 128), (8192, 131072), ("random", "overlapping")
 OVERLAP = 0.9
@@ -84,7 +84,7 @@ class Inputs:
 def new_lists(case: Case) -> Tensor:
     """int32 `[queries, topk]`: different rows in each."""
     if case.lists == "random":
-        return positions(RequestBatch.parse(f"{case.queries}q1s{case.rows}"), case.topk, kernels.DEVICE)
+        return positions(torch.full((case.queries,), case.rows, device=kernels.DEVICE), case.topk)
     replaced = round((1 - OVERLAP) * case.topk)
     first = torch.arange(case.queries, device=kernels.DEVICE).unsqueeze(1) * replaced
     rows = torch.randperm(case.rows, dtype=torch.int32, device=kernels.DEVICE)

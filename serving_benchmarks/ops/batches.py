@@ -76,12 +76,12 @@ class RequestBatch:
         return torch.cat([torch.arange(n - q + 1, n + 1, dtype=torch.int32) for q, n in self.requests])
 
 
-def positions(batch: RequestBatch, topk: int, device: torch.device | str = "cpu") -> Tensor:
-    """int32 `[T, topk]`: different positions that each query token may see, evenly drawn; -1 where they are fewer."""
-    longest = batch.longest
-    picked = torch.full((batch.tokens, topk), -1, dtype=torch.int32, device=device)
-    visible, everywhere = batch.visible().to(device), torch.arange(longest, device=device)
-    for tokens in torch.arange(batch.tokens, device=device).split(max(1, _CHUNK // longest)):
+def positions(visible: Tensor, topk: int) -> Tensor:
+    """int32 `[T, topk]`: different ones of the first `visible[t]` positions, evenly drawn; -1 where they are fewer."""
+    longest, device = int(visible.max()), visible.device
+    picked = torch.full((len(visible), topk), -1, dtype=torch.int32, device=device)
+    everywhere = torch.arange(longest, device=device)
+    for tokens in torch.arange(len(visible), device=device).split(max(1, _CHUNK // longest)):
         scores = torch.rand(len(tokens), longest, device=device)
         scores = torch.where(everywhere < visible[tokens].unsqueeze(1), scores, -torch.inf)
         best, chosen = scores.topk(min(topk, longest), dim=1)

@@ -138,7 +138,7 @@ def new_table(wanted: Sequence[int], blocks: int) -> Tensor:
 def new_lists(batch: RequestBatch, topk: int, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
     """Random lists and their lengths, of requests that own random blocks of a cache."""
     table = new_table(batch.blocks(block_size), blocks)
-    picked = positions(batch, topk, device=DEVICE)
+    picked = positions(batch.visible().to(DEVICE), topk)
     return mla_backend.convert_indices(picked, table, batch.token_requests().to(DEVICE), block_size)
 
 

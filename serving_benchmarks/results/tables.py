@@ -50,11 +50,16 @@ def kernel_name(case: dict[str, Any]) -> str:
     return f"{name}{case['batch']}, h {case['heads']}, topk {lists(case)}, {case['format']}"
 
 
+def index_name(case: dict[str, Any]) -> str:
+    among = f", {case['candidates']} candidates" if case.get("candidates") else ""
+    return f"{case['batch']}, {case['heads']} heads, {case['format']} keys{among}"
+
+
 NAMES: dict[str, Callable[[Entry], str]] = {
     **dict.fromkeys(("kernels", "rows"), lambda entry: kernel_name(entry["case"])),
     "dense": "{case[batch]} h{case[heads]} {case[format]}".format_map,
     "backward": "h{case[heads]} {case[rows]} {case[lists]}".format_map,
-    "index": "{case[batch]}, {case[heads]} heads, {case[format]} keys".format_map,
+    "index": lambda entry: index_name(entry["case"]),
     "sharing": "{case[batch]}, {case[heads]} heads, {case[gpus]} GPUs".format_map,
     **dict.fromkeys(("throughput", "serve"), runs.name_of),
     "checkpoint": "{way}".format_map,
@@ -143,9 +148,11 @@ def dense(report: Report) -> str:
     """Every case, with the time of every peer."""
     results = ran(report)
     titles = _titles(results)
-    headings = ["batch", "heads", "cache", "mla-backend", *titles, "best baseline over ours"]
-    rows = [[*(str(one["case"][n]) for n in ("batch", "heads", "format")), *_versus(one, titles)] for one in results]
-    return cases_page(headings, rows, _kernels_measured(report, lists=""), labels=3)
+    names = ["batch", "heads", *(n for n in ("topk", "candidates") if any(one["case"].get(n) for one in results))]
+    headings = [*names, "cache", "mla-backend", *titles, "best baseline over ours"]
+    labels = [[str(one["case"].get(n) or "-") for n in (*names, "format")] for one in results]
+    rows = [[*of, *_versus(one, titles)] for of, one in zip(labels, results, strict=True)]
+    return cases_page(headings, rows, _kernels_measured(report, lists=""), labels=len(names) + 1)
 
 
 def _versus(result: Entry, titles: Sequence[str]) -> list[str]:
