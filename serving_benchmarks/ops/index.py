@@ -11,7 +11,6 @@ that an earlier one kept: 16384 keys, with 32 heads and top 512. vLLM masks all 
 import argparse
 import importlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,9 +37,8 @@ MASK = "vllm.model_executor.kernels.attention.dsa.candidate_blocks"
 COOPERATIVE_ROWS, TOPK_BYTES = 64, 2**20  # of vLLM's top-k: most rows of the cooperative one, and its workspace
 LOGITS = 512 * 2**18  # fp32 scores that vLLM makes at once in prefill
 
-Mask = Callable[..., None]
-Inputs = tuple[Tensor, ...]
-"""One set: the arguments of `select_tokens` in their order, rising blocks of candidates, and where it writes."""
+Inputs = tuple[Any, ...]
+"""One set: the arguments of `select_tokens` in their order, its candidates, and where it writes."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +51,16 @@ def new_inputs(case: kernels.Case, cache: Tensor, table: Tensor, candidates: int
     queries = torch.randn(batch.tokens, case.heads, 128, device=device).to(torch.float8_e4m3fn)
     weights = torch.randn(batch.tokens, case.heads, device=device)
     of_tokens = batch.token_requests().to(device), batch.visible().to(device)
-    blocks = torch.empty(batch.tokens, 0, dtype=torch.int32, device=device)
+    out, kept = torch.empty(batch.tokens, case.topk, dtype=torch.int32, device=device), None
     if candidates:
-        blocks = positions((of_tokens[1] + CANDIDATE_BLOCK - 1) // CANDIDATE_BLOCK, candidates // CANDIDATE_BLOCK)
-        order(blocks)
-    out = torch.empty(batch.tokens, case.topk, dtype=torch.int32, device=device)
-    return queries, weights, cache, table.clamp(min=0), *of_tokens, blocks, out
+        seen = (of_tokens[1] + CANDIDATE_BLOCK - 1) // CANDIDATE_BLOCK
+        kept = positions(seen, candidates // CANDIDATE_BLOCK), CANDIDATE_BLOCK
+        order(kept[0])
+    return queries, weights, cache, table.clamp(min=0), *of_tokens, kept, out
 
 
-def as_candidates(blocks: Tensor) -> tuple[Tensor, int] | None:
-    """The argument of `select_tokens`."""
-    return (blocks, CANDIDATE_BLOCK) if blocks.shape[1] else None
+def of_some(kept: tuple[Tensor, int] | None, tokens: slice) -> tuple[Tensor, int] | None:
+    return kept and (kept[0][tokens], kept[1])
 
 
 def new_cache(tokens: int, keys: str = "fp8") -> Tensor:
@@ -76,13 +73,13 @@ def new_cache(tokens: int, keys: str = "fp8") -> Tensor:
 
 def check(inputs: Inputs) -> dict[str, float]:
     """Compares some tokens, the last one among them, with the reference."""
-    queries, weights, cache, table, requests, lengths, blocks, chosen = inputs
+    queries, weights, cache, table, requests, lengths, kept, chosen = inputs
     some, found = torch.linspace(0, len(queries) - 1, CHECKED).long().tolist(), []
     for own in (slice(token, token + 1) for token in some):
         keys = cache[table[requests[own].long()[0]].long()]  # this request's: all would be too large in float
         local = torch.arange(len(keys), dtype=torch.int32, device=keys.device).unsqueeze(0)
         given = queries[own].float(), weights[own], keys, local, torch.zeros_like(requests[own]), lengths[own]
-        found.append(reference.select_tokens(*given, chosen.shape[1], candidates=as_candidates(blocks[own]))[0])
+        found.append(reference.select_tokens(*given, chosen.shape[1], candidates=of_some(kept, own))[0])
     return compare(chosen[some], torch.cat(found))
 
 
@@ -96,9 +93,9 @@ def compare(got: Tensor, want: Tensor) -> dict[str, float]:
     return {"positions": count, "different": differ}
 
 
-def decode_steps(case: Case, inputs: Inputs, out: Tensor, deep_gemm: Any, mask: Mask) -> timing.Call:
+def decode_steps(case: Case, inputs: Inputs, out: Tensor, deep_gemm: Any, mask: Any) -> timing.Call:
     """As vLLM decodes: 1, 2 or 4 tokens are rows of a request, other numbers requests of their own."""
-    queries, weights, cache, table, requests, lengths, blocks, _ = inputs
+    queries, weights, cache, table, requests, lengths, kept, _ = inputs
     rows = case.requests.queries if case.requests.queries in (1, 2, 4) else 1
     table = table if rows == case.requests.queries else table[requests.long()]
     lengths, longest = lengths.view(-1, rows), case.requests.longest
@@ -111,15 +108,16 @@ def decode_steps(case: Case, inputs: Inputs, out: Tensor, deep_gemm: Any, mask: 
         q = queries.view(-1, rows, case.heads, 128), None
         given = q, cache.unsqueeze(-2), weights, lengths, table, schedule, longest
         scores = deep_gemm.fp8_fp4_paged_mqa_logits(*given)
-        mask(scores, None, lengths.flatten(), blocks, CANDIDATE_BLOCK)
+        if kept:
+            mask(scores, None, lengths.flatten(), *kept)
         top(scores, lengths, out, workspace, case.topk, longest)
 
     return call
 
 
-def prefill_steps(case: Case, inputs: Inputs, out: Tensor, deep_gemm: Any, mask: Mask) -> timing.Call:
+def prefill_steps(case: Case, inputs: Inputs, out: Tensor, deep_gemm: Any, mask: Any) -> timing.Call:
     """As vLLM prefills: from gathered keys, so many requests at once, or so many tokens of one, that scores fit."""
-    queries, weights, cache, table, requests, lengths, blocks, _ = inputs
+    queries, weights, cache, table, requests, lengths, kept, _ = inputs
     (count, length), made = case.requests.requests[0], []
     for first, rows in enumerate(table.split(most := max(1, math.isqrt(LOGITS // (count * length))))):
         first, starts = first * most, torch.arange(0, len(rows) * length + 1, length, dtype=torch.int32).to(rows.device)
@@ -131,12 +129,13 @@ def prefill_steps(case: Case, inputs: Inputs, out: Tensor, deep_gemm: Any, mask:
             own = slice(token, min(token + step, stop))
             begin = starts[requests[own].long() - first]
             given = (queries[own], None), keys, weights[own], begin, begin + lengths[own], length
-            made.append((given, torch.zeros_like(begin), lengths[own], blocks[own], out[own]))
+            made.append((given, torch.zeros_like(begin), lengths[own], of_some(kept, own), out[own]))
 
     def call() -> None:
-        for given, begin, end, kept, best in made:
+        for given, begin, end, some, best in made:
             scores = deep_gemm.fp8_fp4_mqa_logits(*given)
-            mask(scores, None, end, kept, CANDIDATE_BLOCK)
+            if some:
+                mask(scores, None, end, *some)
             torch.ops._C.top_k_per_row_prefill(scores, begin, end, best, len(best), *scores.stride(), case.topk)
 
     return call
@@ -146,7 +145,7 @@ def two_steps(case: Case, sets: list[Inputs]) -> timing.Candidate:
     """vLLM's, loaded as vLLM loads it."""
     _, deep_gemm = map(importlib.import_module, (VLLM_OPS, DEEP_GEMM))
     deep_gemm.set_pdl(True)
-    mask = importlib.import_module(MASK).apply_candidate_mask if case.candidates else lambda *_: None
+    mask = importlib.import_module(MASK).apply_candidate_mask if case.candidates else None
     steps, outs = decode_steps if case.decode else prefill_steps, [torch.full_like(one[-1], -1) for one in sets]
     calls = [steps(case, inputs, out, deep_gemm, mask) for inputs, out in zip(sets, outs, strict=True)]
     return timing.Candidate(calls, outs[-1:], lambda: compare(outs[-1], sets[-1][-1]))
@@ -157,14 +156,13 @@ def measure(case: Case, cache: Tensor, loaded: set[str], rounds: int) -> dict[st
     batch = case.requests
     tables = kernels.new_table(batch.blocks(BLOCK) * SETS, len(cache)).chunk(SETS)  # no set finds another's keys in L2
     sets = [new_inputs(case, cache, table, case.candidates) for table in tables]
-    select = mla_backend.select_tokens
-    calls = [partial(select, *given, out=out, candidates=as_candidates(blocks)) for *given, blocks, out in sets]
+    calls = [partial(mla_backend.select_tokens, *given, candidates=kept, out=out) for *given, kept, out in sets]
     ours = {"ours": timing.Candidate(calls, sets[-1][-1:], lambda: check(sets[-1]))}
     comparable = case.format == "fp8" and len({*batch.requests}) == 1
     theirs = {name: partial(two_steps, case, sets) for name in loaded if comparable}
     found = timing.measure(ours, theirs, rounds)
     scored = int(batch.visible().clamp(max=case.candidates or batch.longest).sum())
-    moved = min(batch.cached, scored) * cache.shape[-1] + sum(sets[-1][i].nbytes for i in (0, 1, -2, -1))
+    moved = min(batch.cached, scored) * cache.shape[-1] + sum(sets[-1][i].nbytes for i in (0, 1, -1))
     return {"useful_flops": 2 * 128 * case.heads * scored, "bytes": moved, **found}
 
 

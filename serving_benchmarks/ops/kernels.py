@@ -128,11 +128,8 @@ class Caches(dict[tuple[str, int], Tensor]):
 
 def new_table(wanted: Sequence[int], blocks: int) -> Tensor:
     """A block table of requests that own so many random blocks each of a cache."""
-    table = torch.full((len(wanted), max(wanted)), -1, dtype=torch.int32, device=DEVICE)
     owned = torch.randperm(blocks, dtype=torch.int32, device=DEVICE)[: sum(wanted)].split(list(wanted))
-    for row, its_blocks in zip(table, owned, strict=True):
-        row[: len(its_blocks)] = its_blocks
-    return table
+    return torch.nn.utils.rnn.pad_sequence(owned, batch_first=True, padding_value=-1)
 
 
 def new_lists(batch: RequestBatch, topk: int, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:

@@ -65,13 +65,8 @@ class Model:
     def weigh(self, size: Size, constants: np.ndarray | None = None) -> np.ndarray:
         """The time of each candidate in us, with these constants or the GPU's own."""
         given = None if constants is None else constants.ctypes.data_as(ctypes.c_void_p)
-        numbers = (
-            ctypes.c_int64(size.tokens),
-            ctypes.c_int64(size.slots),
-            size.heads,
-            format_number(size.format, "format"),
-            PRODUCTS.index(size.products),
-        )
+        numbers = ctypes.c_int64(size.tokens), ctypes.c_int64(size.slots), size.heads
+        numbers += format_number(size.format, "format"), PRODUCTS.index(size.products)
         count = library.weigh(ctypes.byref(self.gpu), given, *numbers, MOST_CANDIDATES, self._launches, self._times)
         return np.array(self._times[:count])
 
@@ -134,12 +129,11 @@ class Timer:
             bursts.append(timing.captured(calls, 2))
         for burst in bursts:
             burst.run()
-        taken: list[list[float]] = [[] for _ in bursts]
+        taken = []
         for _ in range(rounds):
             alone = self.alone.seconds()
-            for samples, burst in zip(taken, bursts, strict=True):
-                samples.append(2 * burst.seconds() - alone)
-        return [statistics.median(samples) * 1e6 for samples in taken]
+            taken.append([2 * burst.seconds() - alone for burst in bursts])
+        return [statistics.median(samples) * 1e6 for samples in zip(*taken, strict=True)]
 
 
 def measure(options: argparse.Namespace) -> int:
