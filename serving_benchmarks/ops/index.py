@@ -170,10 +170,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     opt.add_list(parser, "--batches", RequestBatch.parse, "as those of `kernels`", BATCHES)
     opt.add_list(parser, "--heads", opt.whole(1, MAX_HEADS), "of the indexer", "64")
     parser.add_argument("--keys", choices=("fp8", "mxfp4_68"), default="fp8", help="default: %(default)s")
-    parser.add_argument("--topk", type=opt.count, default=2048, metavar="N", help="default: %(default)s")
+    opt.add(parser, "--topk", opt.count, "keys that are chosen", 2048)
     keys = opt.checked(int, lambda keys: keys > 0 and keys % CANDIDATE_BLOCK == 0, f"a multiple of {CANDIDATE_BLOCK}")
     told = f"that a token chooses from, in random blocks of {CANDIDATE_BLOCK}, as in DeepSeek-V4.1; default: all"
-    parser.add_argument("--candidates", type=keys, default=0, metavar="KEYS", help=told)
+    opt.add(parser, "--candidates", keys, told, 0, "KEYS")
     kernels.add_ends(parser, 21)
 
 

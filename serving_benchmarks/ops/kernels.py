@@ -306,9 +306,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_ways(parser: argparse.ArgumentParser, rounds: int) -> None:
     """The options of commands that have peers out of vLLM's wheels."""
     told = "that the command `peers` has filled; default: an installed vllm"
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help=told)
-    told = "whose kernels in that folder; default: %(default)s"
-    parser.add_argument("--vllm", default=VERSIONS[0], metavar="VERSION", help=told)
+    opt.add(parser, "--peers", Path, told, metavar="FOLDER")
+    opt.add(parser, "--vllm", str, "whose kernels in that folder", VERSIONS[0], "VERSION")
     parser.add_argument("--ours-only", action="store_true", help="no peers")
     add_ends(parser, rounds)
 
@@ -317,7 +316,7 @@ def add_ends(parser: argparse.ArgumentParser, rounds: int) -> None:
     """The options of every command that `measure_cases` serves."""
     opt.add_rounds(parser, rounds)
     told = "begin no case after so many seconds; default: all are measured"
-    parser.add_argument("--limit-s", type=opt.positive, default=math.inf, metavar="S", help=told)
+    opt.add(parser, "--limit-s", opt.positive, told, math.inf, "S")
     opt.add_output(parser)
 
 

@@ -161,9 +161,9 @@ def run_rank(rank: int, options: argparse.Namespace, meeting: str) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     opt.add_list(parser, "--batches", RequestBatch.parse, "as those of `kernels`", BATCHES)
-    parser.add_argument("--gpus", type=opt.whole(2, 8), default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument("--heads", type=opt.whole(1, index.MAX_HEADS), default=64, metavar="N", help="of the indexer")
-    parser.add_argument("--topk", type=opt.count, default=2048, metavar="N", help="default: %(default)s")
+    opt.add(parser, "--gpus", opt.whole(2, 8), "of one host", 2)
+    opt.add(parser, "--heads", opt.whole(1, index.MAX_HEADS), "of the indexer", 64)
+    opt.add(parser, "--topk", opt.count, "keys that are chosen", 2048)
     parser.add_argument("--nccl", action="store_true", help="exchange by NCCL alone, without vLLM's own kernel")
     kernels.add_ends(parser, 21)
 

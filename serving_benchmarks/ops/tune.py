@@ -250,16 +250,15 @@ def fit_files(options: argparse.Namespace) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="timings to fit the constants to")
     parser.add_argument("--write", action="store_true", help="write the fitted constants")
-    parser.add_argument("--passes", type=opt.count, default=3, metavar="N", help="of the fit; default: %(default)s")
+    opt.add(parser, "--passes", opt.count, "of the fit", 3)
     opt.add_list(parser, "--kernels", opt.one_of(GROUPS), "whose constants are fitted", ",".join(GROUPS))
     told = "of the sizes that are timed; default: %(default)s"
     parser.add_argument("--products", choices=PRODUCTS, default="exact", help=told)
     opt.add_list(parser, "--formats", opt.one_of(FORMATS), "of the sizes that are timed", ",".join(FORMATS))
-    told = "that are timed; default: %(default)s"
-    parser.add_argument("--sizes", type=opt.count, default=600, metavar="N", help=told)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of sizes; default: %(default)s")
+    opt.add(parser, "--sizes", opt.count, "that are timed", 600)
+    opt.add(parser, "--seed", int, "of the choice of sizes", 0)
     told = "time no further size after so many seconds; default: all are timed"
-    parser.add_argument("--limit-s", type=opt.positive, default=math.inf, metavar="S", help=told)
+    opt.add(parser, "--limit-s", opt.positive, told, math.inf, "S")
     opt.add_rounds(parser, 5)
     parser.add_argument("--output", type=opt.new_file, metavar="FILE", help="where timings are written, as CSV")
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from serving_benchmarks.ops.timing import Timing
-from serving_benchmarks.options import Refused, percentage
+from serving_benchmarks.options import Refused, add, percentage
 from serving_benchmarks.results import runs, tables
 from serving_benchmarks.results.file import NotUnderstood, ResultFile, machine
 from serving_benchmarks.results.file import console as terminal
@@ -171,8 +171,7 @@ def show(comparison: Comparison, limit: float, console: Console) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", type=Path, metavar="OLD", help="a result file")
     parser.add_argument("new", type=Path, metavar="NEW", help="one of the same kind")
-    told = "how much longer something may take; default: 5%%"
-    parser.add_argument("--limit", type=percentage, default="5%", metavar="PERCENT", help=told)
+    add(parser, "--limit", percentage, "how much longer something may take", "5%", "PERCENT")
 
 
 def run(options: argparse.Namespace) -> int:

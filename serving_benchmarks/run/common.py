@@ -87,10 +87,8 @@ def add_loads(parser: argparse.ArgumentParser, *, num_prompts: int, warmup: str)
     add_backend(parser)
     told = "tokens of a prompt and after it, and requests in flight (default: all), such as 4096+64/16,4096+64/64"
     types.add_list(parser, "--loads", types.load, told, "1024+128")
-    told = "of each load; default: %(default)s"
-    parser.add_argument("--num-prompts", type=types.count, default=num_prompts, metavar="N", help=told)
-    told = "at most so many prompts per request in flight; default: any"
-    parser.add_argument("--waves", type=types.count, metavar="N", help=told)
+    types.add(parser, "--num-prompts", types.count, "of each load", num_prompts)
+    types.add(parser, "--waves", types.count, "at most so many prompts per request in flight; default: any")
     told = f"{warmup}, so that kernels are compiled for its shapes"
     parser.add_argument("--warmup", action=argparse.BooleanOptionalAction, default=True, help=told)
 
@@ -130,7 +128,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", help="of weights and activations: bfloat16, float32, ...")
     group.add_argument("--kv-cache-dtype", default="auto", help="fp8, auto (bf16), ...; default: %(default)s")
     for name, told in COUNTS.items():
-        group.add_argument(f"--{name}", type=types.count, metavar="N", help=told)
+        types.add(group, f"--{name}", types.count, told)
     told = "of the KV cache, such as 4G or 512M; default: the engine's; on a CPU what the loads need"
     group.add_argument("--kv-cache-memory-bytes", type=types.size, metavar="SIZE", help=told)
     group.add_argument("--gpu-memory-utilization", type=types.share, metavar="SHARE", help="part of the GPU's memory")

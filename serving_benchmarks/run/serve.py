@@ -45,8 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     common.add_loads(parser, num_prompts=128, warmup=told)
     types.add_list(parser, "--request-rate", types.positive, "requests per second; default: any")
     types.add_rounds(parser, 1, types.count)
-    told = "give a server up that takes longer for a load; default: %(default)s"
-    parser.add_argument("--limit", type=types.positive, default=3600.0, metavar="S", help=told)
+    types.add(parser, "--limit", types.positive, "give a server up that takes longer for a load", 3600.0, "S")
     common.add_engine(parser)
     parser.set_defaults(engine="vllm")
     common.add_results(parser)
