@@ -153,6 +153,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     chosen = kernels.asked_for(options, "backward", cases())
     opt.require_gpu()
-    return kernels.measure_cases(
-        options, "backward", chosen, measure, {"cudnn": timing.version_of(CUDNN, "nvidia-cudnn-frontend")}
-    )
+    found = {"cudnn": timing.version_of(CUDNN, "nvidia-cudnn-frontend")}
+    return kernels.measure_cases(options, "backward", chosen, measure, found)

@@ -105,9 +105,8 @@ def decode_steps(case: Case, inputs: Inputs, out: Tensor, deep_gemm: Any, mask: 
     top = torch.ops._C.cooperative_topk if len(weights) <= COOPERATIVE_ROWS else torch.ops._C.persistent_topk
 
     def call() -> None:
-        q = queries.view(-1, rows, case.heads, 128), None
-        given = q, cache.unsqueeze(-2), weights, lengths, table, schedule, longest
-        scores = deep_gemm.fp8_fp4_paged_mqa_logits(*given)
+        q, keys = (queries.view(-1, rows, case.heads, 128), None), cache.unsqueeze(-2)
+        scores = deep_gemm.fp8_fp4_paged_mqa_logits(q, keys, weights, lengths, table, schedule, longest)
         if kept:
             mask(scores, None, lengths.flatten(), *kept)
         top(scores, lengths, out, workspace, case.topk, longest)

@@ -293,9 +293,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")
     either = what.add_mutually_exclusive_group(required=True)
     either.add_argument("--suite", choices=SUITES, help="batches with heads and top-k of their own")
-    opt.add_list(
-        either, "--batches", RequestBatch.parse, "128q1s32k is 128 requests with 1 query token each at 32K tokens"
-    )
+    told = "128q1s32k is 128 requests with 1 query token each at 32K tokens"
+    opt.add_list(either, "--batches", RequestBatch.parse, told)
     heads, only = opt.whole(1, batches.MOST_HEADS), "only these of a suite; default with --batches:"
     opt.add_list(what, "--heads", heads, f"{only} 16,128")
     opt.add_list(what, "--topk", opt.count, f"{only} 2048")

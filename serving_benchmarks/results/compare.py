@@ -10,7 +10,7 @@ files can't be compared.
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ class Span:
     @classmethod
     def of(cls, seconds: Seconds, interleaved: bool = False) -> "Span":
         if isinstance(seconds, list):
-            timing, rounds = Timing.of(seconds).as_dict(), tuple(seconds) if interleaved else ()
+            timing, rounds = asdict(Timing.of(seconds)), tuple(seconds) if interleaved else ()
         else:
             timing, rounds = seconds if isinstance(seconds, dict) else {"median": seconds, "rounds": 1}, ()
         median = timing["median"]

@@ -29,21 +29,16 @@ MOST_OF_A_REASON = 300
 LOG_LINES = 20  # shown of what a backend printed before it failed
 MOST_CPU_CACHE_BYTES = 4 << 30  # what does not fit waits; unless one request needs more
 CPU_BLOCK = 64  # tokens; a request may fill a block of them in part
-BACKEND = types.checked(
-    str, re.compile(r"[^:]+(:[^:=]+(:\w+=[^:=]+)?)?").fullmatch, "NAME, NAME:CACHE or NAME:CACHE:OPTION=VALUE"
-)
+_NAMED = re.compile(r"[^:]+(:[^:=]+(:\w+=[^:=]+)?)?")
+BACKEND = types.checked(str, _NAMED.fullmatch, "NAME, NAME:CACHE or NAME:CACHE:OPTION=VALUE")
 HOST_POOL = "host_pool_gib"  # an option of a backend that asks for vLLM's HiSparse
 FULL_DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """CUDA graphs of decode steps, without compiling the model first, which takes minutes."""
-SAME_NAME = (
-    "dtype kv_cache_dtype max_model_len max_num_seqs max_num_batched_tokens kv_cache_memory_bytes "
-    "gpu_memory_utilization tensor_parallel_size"
-).split()
+SAME_NAME = "dtype kv_cache_dtype max_model_len max_num_seqs max_num_batched_tokens kv_cache_memory_bytes".split()
+SAME_NAME += ["gpu_memory_utilization", "tensor_parallel_size"]
 """Settings that vLLM has under the same name."""
-OF_CASES = (
-    "engine kv_cache_dtype tensor_parallel_size data_parallel_size decode_context_parallel_size "
-    "enable_expert_parallel drafts overlap"
-).split()
+OF_CASES = "engine kv_cache_dtype tensor_parallel_size data_parallel_size decode_context_parallel_size".split()
+OF_CASES += ["enable_expert_parallel", "drafts", "overlap"]
 """Settings that the `case` of an entry has."""
 COUNTS = {"max-num-batched-tokens": "tokens of a step", "drafts": "tokens that the model's MTP layer drafts per step"}
 """Settings that are whole numbers without a default of ours."""

@@ -80,19 +80,12 @@ def server_command(options: argparse.Namespace, settings: dict[str, Any], backen
 
 def client_command(model: str, case: dict[str, Any], seed: int, port: int, result: Path) -> list[str]:
     """vLLM's client, which writes to the file `result`."""
-    given = {
-        **{"backend": "vllm", "model": model, "host": "127.0.0.1", "port": port, "dataset-name": "random"},
-        "random-input-len": case["input_len"],
-        "random-output-len": case["output_len"],
-        "num-prompts": case["num_prompts"],
-        "request-rate": case["request_rate"] or "inf",
-        "num-warmups": 0,  # these two would send the first prompt before the load, and it would be in the prefix cache
-        "ready-check-timeout-sec": 0,
-        "seed": seed,
-        "temperature": 0.0,
-        "percentile-metrics": "ttft,tpot,itl,e2el",
-        **{"result-dir": result.parent, "result-filename": result.name},
-    }
+    given = {"backend": "vllm", "model": model, "host": "127.0.0.1", "port": port, "dataset-name": "random"}
+    given |= {"random-input-len": case["input_len"], "random-output-len": case["output_len"], "seed": seed}
+    given |= {"num-prompts": case["num_prompts"], "request-rate": case["request_rate"] or "inf", "temperature": 0.0}
+    # these two would send the first prompt before the load, and it would be in the prefix cache
+    given |= {"num-warmups": 0, "ready-check-timeout-sec": 0}
+    given |= {"percentile-metrics": "ttft,tpot,itl,e2el", "result-dir": result.parent, "result-filename": result.name}
     if case["concurrency"] is not None:
         given["max-concurrency"] = case["concurrency"]
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
@@ -102,9 +95,8 @@ def client_command(model: str, case: dict[str, Any], seed: int, port: int, resul
 def round_of(bench: dict[str, Any]) -> Round:
     """What vLLM's client has saved, of the requests that succeeded."""
     done = [i for i, error in enumerate(bench["errors"]) if not error and bench["output_lens"][i]]
-    inputs, outputs, ttfts, gaps = (
-        [bench[name][i] for i in done] for name in ("input_lens", "output_lens", "ttfts", "itls")
-    )
+    names = "input_lens", "output_lens", "ttfts", "itls"
+    inputs, outputs, ttfts, gaps = ([bench[name][i] for i in done] for name in names)
     ends = [ttft + sum(its) for ttft, its in zip(ttfts, gaps, strict=True)]
     return Round(bench["duration"], inputs, outputs, ttfts, ends, [gap for its in gaps for gap in its])
 
