@@ -129,11 +129,9 @@ def tensors(config: dict[str, Any]) -> list[TensorPlan]:
         if not (dense and ".indexer." in name)
     ]
     hidden, embedding = (config["hidden_size"],), (config["vocab_size"], config["hidden_size"])
-    own = {
-        **dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), hidden),
-        **dict.fromkeys(("embed_tokens", "shared_head.head"), embedding),
-        "eh_proj": (*hidden, 2 * config["hidden_size"]),
-    }
+    own = dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), hidden)
+    own |= dict.fromkeys(("embed_tokens", "shared_head.head"), embedding)
+    own["eh_proj"] = *hidden, 2 * config["hidden_size"]
     return plans + [
         TensorPlan(f"model.layers.{layer}.{name}.weight", shape, torch.bfloat16)
         for layer in range(layers, layers + drafting)

@@ -85,8 +85,7 @@ def new_lists(case: Case) -> Tensor:
     """int32 `[queries, topk]`: different rows in each."""
     if case.lists == "random":
         return positions(torch.full((case.queries,), case.rows, device=kernels.DEVICE), case.topk)
-    replaced = round((1 - OVERLAP) * case.topk)
-    first = torch.arange(case.queries, device=kernels.DEVICE).unsqueeze(1) * replaced
+    first = torch.arange(case.queries, device=kernels.DEVICE).unsqueeze(1) * round((1 - OVERLAP) * case.topk)
     rows = torch.randperm(case.rows, dtype=torch.int32, device=kernels.DEVICE)
     return rows[(first + torch.arange(case.topk, device=kernels.DEVICE)) % case.rows]
 
@@ -131,13 +130,10 @@ def measure(case: Case, loaded: set[str], rounds: int) -> dict[str, Any]:
     results = torch.empty_like(inputs.q), torch.empty_like(inputs.kv)
     given = inputs.q, inputs.kv, inputs.lists, out, lse, inputs.d_out
     how = {"scale": SCALE, "sink": inputs.sink, "d_q": results[0], "d_kv": results[1]}
-    calls = {
-        name: partial(mla_backend.sparse_mla_backward, *given, **how, deterministic=name == "ours")
-        for name in ("ours", "atomic")
-    }
+    call = partial(mla_backend.sparse_mla_backward, *given, **how)
+    calls = {name: partial(call, deterministic=name == "ours") for name in ("ours", "atomic")}
     ours = {name: timing.Candidate([call], results, lambda: check(results, exact)) for name, call in calls.items()}
-    theirs = {name: partial(cudnn, inputs, exact) for name in loaded}
-    found = timing.measure(ours, theirs, rounds, timing.Burst)
+    found = timing.measure(ours, {name: partial(cudnn, inputs, exact) for name in loaded}, rounds, timing.Burst)
     try:
         found["parts"] = profiled(calls["ours"])
     except RuntimeError as error:  # whatever is wrong with the profiler, what was timed counts

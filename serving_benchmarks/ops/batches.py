@@ -32,10 +32,8 @@ class RequestBatch:
             found = re.fullmatch(r"(\d*)q(\d+k?)(?:s(\d+k?))?", part)
             if not found:
                 raise ValueError(f"{spec!r} is no batch: that is parts like 128q1s32k, joined by _; got {part!r}")
-            queries, length = (
-                int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1)
-                for text in (found[2], found[3] or found[2])
-            )
+            texts = found[2], found[3] or found[2]
+            queries, length = (int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1) for text in texts)
             if not 1 <= (count := int(found[1] or 1)) <= MOST_REQUESTS or not 1 <= queries <= length:
                 told = f"1 to {MOST_REQUESTS} requests, and sequences at least as long as their query tokens"
                 raise ValueError(f"{spec!r} is no batch: {told}; got {part!r}")

@@ -240,11 +240,8 @@ def measure(case: Case, caches: Caches, loaded: set[str], rounds: int, before: S
     found = time_problems(problems, by_format[case.format], case.format, peers, rounds, before if case.decode else ())
     attended = sum(map(listed_rows, problems)) / SETS
     row_bytes = mla_backend.FORMATS[case.format].token_bytes
-    floor = {
-        "math": found["useful_flops"] / MATH_FLOPS,
-        "memory": min(attended, batch.cached) * row_bytes / MEMORY_BYTES,
-        "l2": attended * row_bytes / L2_BYTES[case.format],
-    }
+    floor = {"math": found["useful_flops"] / MATH_FLOPS, "l2": attended * row_bytes / L2_BYTES[case.format]}
+    floor["memory"] = min(attended, batch.cached) * row_bytes / MEMORY_BYTES
     return {"floor_seconds": floor, **found}
 
 
@@ -281,12 +278,10 @@ def time_problems(
     make = partial(prepared_candidate, problems=problems, want=exact_out)
     theirs = {name: partial(make, prepare) for name, prepare in peers.items()}
     listed, row_bytes = sum(map(listed_rows, problems)) / len(problems), mla_backend.FORMATS[fmt].token_bytes
-    return {
-        "useful_flops": 2 * listed * heads * (width + 512),
-        "bytes": listed * (row_bytes + 4) + tokens * heads * (2 * (width + 512) + 4),
-        "launch": str(plan.launch),
-        **timing.measure(ours, theirs, rounds, before=before),
-    }
+    flops = 2 * listed * heads * (width + 512)
+    moved = listed * (row_bytes + 4) + tokens * heads * (2 * (width + 512) + 4)
+    found = timing.measure(ours, theirs, rounds, before=before)
+    return {"useful_flops": flops, "bytes": moved, "launch": str(plan.launch), **found}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

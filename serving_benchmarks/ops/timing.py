@@ -158,11 +158,9 @@ def _versus(clocks: Mapping[str, Clock], peers: Collection[str], rounds: int) ->
     timings = interleaved(clocks, rounds=rounds)
     medians = {name: timing.median for name, timing in timings.items()}
     best = min((name for name in medians if name in peers and name not in OPT_IN), key=medians.get, default=None)
-    return {
-        "seconds": {name: asdict(timing) for name, timing in timings.items()},
-        "best_peer": best,
-        "speed_up": medians[best] / medians["ours"] if best else None,
-    }
+    speed_up = medians[best] / medians["ours"] if best else None
+    seconds = {name: asdict(timing) for name, timing in timings.items()}
+    return {"seconds": seconds, "best_peer": best, "speed_up": speed_up}
 
 
 def version_of(module: str, package: str) -> str:

@@ -189,8 +189,7 @@ class Timings:
             slower = np.where(np.isnan(us), WORTH_KEEPING, us / np.nanmin(us)) - 1
             slower += 8 * slower**2  # better slightly slower in many sizes than much in one
             weight = np.exp(-(modelled / modelled.min() - 1) / 0.015)
-            error = np.abs(np.log(modelled / us))
-            total += weight @ slower / weight.sum() + 0.1 * np.nanmean(error)
+            total += weight @ slower / weight.sum() + 0.1 * np.nanmean(np.abs(np.log(modelled / us)))
         return total / len(self.measured)
 
 

@@ -309,8 +309,7 @@ def run(benchmark: str, options: argparse.Namespace, settings: dict[str, Any], m
     for result in ran:
         first = firsts.get(json.dumps(result["case"]))
         result["over_first"] = runs.over_first(first, result) if paired and first else None
-        if result.get("profile"):
-            profile = result["profile"]
+        if profile := result.get("profile"):
             told = (f"{name} {time:.0f} us" for name, time in kernel_times.by_group(profile).items())
             wall = f"{profile['wall_s'] / profile['steps'] * 1e6:.0f} us"
             print(f"{runs.name_of(result)}, per decode step: {wall}, of them {', '.join(told)}")

@@ -86,8 +86,7 @@ def client_command(model: str, case: dict[str, Any], seed: int, port: int, resul
     # these two would send the first prompt before the load, and it would be in the prefix cache
     given |= {"num-warmups": 0, "ready-check-timeout-sec": 0}
     given |= {"percentile-metrics": "ttft,tpot,itl,e2el", "result-dir": result.parent, "result-filename": result.name}
-    if case["concurrency"] is not None:
-        given["max-concurrency"] = case["concurrency"]
+    given |= {} if case["concurrency"] is None else {"max-concurrency": case["concurrency"]}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return [sys.executable, "-c", CLIENT, *words, "--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
 
@@ -122,13 +121,10 @@ def run_load(
 def entry_of(done: Sequence[tuple[Round, dict[str, Any]]]) -> dict[str, Any]:
     """Fields of a result file, of all rounds of a load: medians, sums of requests, and each round."""
     each = [more for _, more in done]
-    return {
-        **runs.of_rounds([one for one, _ in done]),
-        "failed": sum(one["failed"] for one in each),
-        "start_s": statistics.median(one["start_s"] for one in each),
-        "gpu_memory_bytes": [max(one) for one in zip(*(one["gpu_memory_bytes"] for one in each), strict=True)],
-        "each_round": each,
-    }
+    found = {**runs.of_rounds([one for one, _ in done]), "failed": sum(one["failed"] for one in each)}
+    found["start_s"] = statistics.median(one["start_s"] for one in each)
+    memory = [max(one) for one in zip(*(one["gpu_memory_bytes"] for one in each), strict=True)]
+    return {**found, "gpu_memory_bytes": memory, "each_round": each}
 
 
 def run_round(
