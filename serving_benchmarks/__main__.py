@@ -62,10 +62,8 @@ def _run(words: list[str]) -> int:
         raise Refused(f"{error}; pip install '.[report]' has what {command!r} needs") from error
     except ImportError as error:  # such as the library's, which says what to do
         raise Refused(str(error)) from error
-    parser = argparse.ArgumentParser(
-        prog=f"python -m serving_benchmarks {command}",
-        description=inspect.cleandoc(module.__doc__).partition("\n\n")[0],
-    )
+    told = inspect.cleandoc(module.__doc__).partition("\n\n")[0]
+    parser = argparse.ArgumentParser(prog=f"python -m serving_benchmarks {command}", description=told)
     module.add_options(parser)
     return module.run(parser.parse_args(words[len(command.split()) :]))
 

@@ -86,9 +86,17 @@ def listed(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 names = listed(str)
 
 
-def add_list(parser: argparse._ActionsContainer, name: str, item: Callable[[str], Any], told: str, default: Any = None):
-    told, metavar = f"{told}; default: %(default)s" if default else told, f"{name[2:].upper()},..."
-    parser.add_argument(name, type=listed(item), default=default, metavar=metavar, help=told)
+Options = argparse._ActionsContainer  # a parser, or a group of its options
+
+
+def add(parser: Options, name: str, item: Callable[[str], Any], told: str, default: Any = None, metavar: str = "N"):
+    """An option with one value. Its help ends with the default, unless `told` says what that is."""
+    told += "" if default is None or "default:" in told else "; default: %(default)s"
+    parser.add_argument(name, type=item, default=default, metavar=metavar, help=told)
+
+
+def add_list(parser: Options, name: str, item: Callable[[str], Any], told: str, default: Any = None):
+    add(parser, name, listed(item), told, default, f"{name[2:].upper()},...")
 
 
 def folder_in_one(text: str) -> Path:
@@ -120,13 +128,11 @@ def new_file(text: str) -> Path:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    told = "write the results and their environment as JSON"
-    parser.add_argument("--output", type=new_file, metavar="FILE", help=told)
+    add(parser, "--output", new_file, "write the results and their environment as JSON", metavar="FILE")
 
 
 def add_rounds(parser: argparse.ArgumentParser, default: int, number: Callable[[str], int] = rounds) -> None:
-    told = "how often each candidate is timed, interleaved with the others; default: %(default)s"
-    parser.add_argument("--rounds", type=number, default=default, metavar="N", help=told)
+    add(parser, "--rounds", number, "how often each candidate is timed, interleaved with the others", default)
 
 
 def require_gpu() -> None:

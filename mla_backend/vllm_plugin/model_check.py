@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from mla_backend.vllm_plugin import models, versions
+from mla_backend.vllm_plugin import models, native_rows, versions
 
 GIB = 2**30
 USED = 0.92
@@ -25,6 +25,9 @@ ROWS = {
     (versions.DENSE, True): {"fp8": "fp8_tensor_576", "auto": "bf16"},
 }
 """By backend, and whether rows have rope: --kv-cache-dtype, and the format of its rows."""
+V4_ROWS = {models.V4: {"fp8_model1": {}}}
+V4_ROWS[models.V41] = {"fp8_model1": {}, "fp8_528": {native_rows.OPTION: native_rows.NATIVE}}
+"""Formats of `fp8` rows on Hopper, and what --additional-config must have for them."""
 
 
 class Gpus(NamedTuple):
@@ -89,11 +92,15 @@ def weights_in(folder: Path) -> int | None:
 
 
 def _caches(backend: str, model_config: Any, weights: int | None, gpus: Gpus | None) -> list[dict[str, Any]]:
-    """By --kv-cache-dtype: the rows, bytes per token over all layers, and tokens that fit."""
+    """By --kv-cache-dtype and option: the rows, bytes per token over all layers, and tokens that fit."""
     from mla_backend import FORMATS, KEY_FORMATS
 
-    if models.has_v4_attention(model_config):
-        return [{"dtype": "fp8", "format": "fp8_model1", "row": FORMATS["fp8_model1"].token_bytes, "token": None}]
+    if (family := models.v4_family(model_config)) is not None:
+        unknown = {"token": None, "tokens": None}
+        return [
+            {"dtype": "fp8", "additional_config": more, "format": name, "row": FORMATS[name].token_bytes, **unknown}
+            for name, more in V4_ROWS[family].items()
+        ]
     text, found = model_config.hf_text_config, []
     layers = text.num_hidden_layers
     for dtype, name in ROWS[backend, text.qk_rope_head_dim > 0].items():
@@ -135,7 +142,9 @@ def render(report: dict[str, Any], console: Console) -> None:
     size = f"{weights / GIB:.1f} GiB" if weights and weights > GIB // 10 else f"{(weights or 0) / 2**20:.1f} MiB"
     say(f"  weights: {size if weights else unknown}")
     for cache in report["caches"]:
-        rows = f"  --kv-cache-dtype {cache['dtype']}: KV rows {cache['format']}, {cache['row']} bytes"
+        more = cache.get("additional_config")
+        option = f" --additional-config '{json.dumps(more)}'" if more else ""
+        rows = f"  --kv-cache-dtype {cache['dtype']}{option}: KV rows {cache['format']}, {cache['row']} bytes"
         if cache["token"] is None:
             say(f"{rows}. Layers are of several kinds, so what fits is not computed")
             continue

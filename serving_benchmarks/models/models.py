@@ -129,11 +129,9 @@ def tensors(config: dict[str, Any]) -> list[TensorPlan]:
         if not (dense and ".indexer." in name)
     ]
     hidden, embedding = (config["hidden_size"],), (config["vocab_size"], config["hidden_size"])
-    own = {
-        **dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), hidden),
-        **dict.fromkeys(("embed_tokens", "shared_head.head"), embedding),
-        "eh_proj": (*hidden, 2 * config["hidden_size"]),
-    }
+    own = dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), hidden)
+    own |= dict.fromkeys(("embed_tokens", "shared_head.head"), embedding)
+    own["eh_proj"] = *hidden, 2 * config["hidden_size"]
     return plans + [
         TensorPlan(f"model.layers.{layer}.{name}.weight", shape, torch.bfloat16)
         for layer in range(layers, layers + drafting)
@@ -188,20 +186,17 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output", type=types.folder_in_one, required=True, metavar="FOLDER", help="for the checkpoint"
-    )
+    told = "for the checkpoint"
+    parser.add_argument("--output", type=types.folder_in_one, required=True, metavar="FOLDER", help=told)
     told = f"the real model; {', '.join(NO_WEIGHTS)} get a config.json alone, for --random-weights"
     parser.add_argument("--like", choices=LIKE, required=True, help=told)
-    parser.add_argument("--layers", type=types.count, default=4, help="default: %(default)s")
-    told = "first layers without experts; default: %(default)s"
-    parser.add_argument("--dense-layers", type=types.whole(0), default=1, help=told)
-    parser.add_argument("--heads", type=types.count, help="default: as many as the real model has")
-    told = "a token goes to a quarter of them, 8 at most; default: %(default)s"
-    parser.add_argument("--experts", type=types.count, default=8, help=told)
-    parser.add_argument("--vocab-size", type=types.whole(3), help="default: the real model's")
+    types.add(parser, "--layers", types.count, "of the model", 4)
+    types.add(parser, "--dense-layers", types.whole(0), "first layers without experts", 1)
+    types.add(parser, "--heads", types.count, "default: as many as the real model has")
+    types.add(parser, "--experts", types.count, "a token goes to a quarter of them, 8 at most", 8)
+    types.add(parser, "--vocab-size", types.whole(3), "default: the real model's")
     weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
+    types.add(weights, "--seed", int, "of the weights", 0)
     told = "for vLLM's load format dummy, which makes weights of blocks of FP8, as the released ones are"
     weights.add_argument("--no-weights", dest="seed", action="store_const", const=None, help=told)
 

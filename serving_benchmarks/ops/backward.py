@@ -19,7 +19,7 @@ import mla_backend
 from mla_backend import reference
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import kernels, timing
-from serving_benchmarks.ops.batches import RequestBatch, positions
+from serving_benchmarks.ops.batches import positions
 
 HEADS, ROWS, LISTS = (8, 16, 32, 64, 128), (8192, 131072), ("random", "overlapping")
 OVERLAP = 0.9
@@ -84,9 +84,8 @@ class Inputs:
 def new_lists(case: Case) -> Tensor:
     """int32 `[queries, topk]`: different rows in each."""
     if case.lists == "random":
-        return positions(RequestBatch.parse(f"{case.queries}q1s{case.rows}"), case.topk, kernels.DEVICE)
-    replaced = round((1 - OVERLAP) * case.topk)
-    first = torch.arange(case.queries, device=kernels.DEVICE).unsqueeze(1) * replaced
+        return positions(torch.full((case.queries,), case.rows, device=kernels.DEVICE), case.topk)
+    first = torch.arange(case.queries, device=kernels.DEVICE).unsqueeze(1) * round((1 - OVERLAP) * case.topk)
     rows = torch.randperm(case.rows, dtype=torch.int32, device=kernels.DEVICE)
     return rows[(first + torch.arange(case.topk, device=kernels.DEVICE)) % case.rows]
 
@@ -131,13 +130,10 @@ def measure(case: Case, loaded: set[str], rounds: int) -> dict[str, Any]:
     results = torch.empty_like(inputs.q), torch.empty_like(inputs.kv)
     given = inputs.q, inputs.kv, inputs.lists, out, lse, inputs.d_out
     how = {"scale": SCALE, "sink": inputs.sink, "d_q": results[0], "d_kv": results[1]}
-    calls = {
-        name: partial(mla_backend.sparse_mla_backward, *given, **how, deterministic=name == "ours")
-        for name in ("ours", "atomic")
-    }
+    call = partial(mla_backend.sparse_mla_backward, *given, **how)
+    calls = {name: partial(call, deterministic=name == "ours") for name in ("ours", "atomic")}
     ours = {name: timing.Candidate([call], results, lambda: check(results, exact)) for name, call in calls.items()}
-    theirs = {name: partial(cudnn, inputs, exact) for name in loaded}
-    found = timing.measure(ours, theirs, rounds, timing.Burst)
+    found = timing.measure(ours, {name: partial(cudnn, inputs, exact) for name in loaded}, rounds, timing.Burst)
     try:
         found["parts"] = profiled(calls["ours"])
     except RuntimeError as error:  # whatever is wrong with the profiler, what was timed counts
@@ -153,6 +149,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     chosen = kernels.asked_for(options, "backward", cases())
     opt.require_gpu()
-    return kernels.measure_cases(
-        options, "backward", chosen, measure, {"cudnn": timing.version_of(CUDNN, "nvidia-cudnn-frontend")}
-    )
+    found = {"cudnn": timing.version_of(CUDNN, "nvidia-cudnn-frontend")}
+    return kernels.measure_cases(options, "backward", chosen, measure, found)

@@ -32,10 +32,8 @@ class RequestBatch:
             found = re.fullmatch(r"(\d*)q(\d+k?)(?:s(\d+k?))?", part)
             if not found:
                 raise ValueError(f"{spec!r} is no batch: that is parts like 128q1s32k, joined by _; got {part!r}")
-            queries, length = (
-                int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1)
-                for text in (found[2], found[3] or found[2])
-            )
+            texts = found[2], found[3] or found[2]
+            queries, length = (int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1) for text in texts)
             if not 1 <= (count := int(found[1] or 1)) <= MOST_REQUESTS or not 1 <= queries <= length:
                 told = f"1 to {MOST_REQUESTS} requests, and sequences at least as long as their query tokens"
                 raise ValueError(f"{spec!r} is no batch: {told}; got {part!r}")
@@ -76,12 +74,12 @@ class RequestBatch:
         return torch.cat([torch.arange(n - q + 1, n + 1, dtype=torch.int32) for q, n in self.requests])
 
 
-def positions(batch: RequestBatch, topk: int, device: torch.device | str = "cpu") -> Tensor:
-    """int32 `[T, topk]`: different positions that each query token may see, evenly drawn; -1 where they are fewer."""
-    longest = batch.longest
-    picked = torch.full((batch.tokens, topk), -1, dtype=torch.int32, device=device)
-    visible, everywhere = batch.visible().to(device), torch.arange(longest, device=device)
-    for tokens in torch.arange(batch.tokens, device=device).split(max(1, _CHUNK // longest)):
+def positions(visible: Tensor, topk: int) -> Tensor:
+    """int32 `[T, topk]`: different ones of the first `visible[t]` positions, evenly drawn; -1 where they are fewer."""
+    longest, device = int(visible.max()), visible.device
+    picked = torch.full((len(visible), topk), -1, dtype=torch.int32, device=device)
+    everywhere = torch.arange(longest, device=device)
+    for tokens in torch.arange(len(visible), device=device).split(max(1, _CHUNK // longest)):
         scores = torch.rand(len(tokens), longest, device=device)
         scores = torch.where(everywhere < visible[tokens].unsqueeze(1), scores, -torch.inf)
         best, chosen = scores.topk(min(topk, longest), dim=1)

@@ -79,12 +79,9 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -
         found["flashmla_fp8"] = partial(peer_kernels.flashmla_dense_fp8, cache=cache)
     make = partial(kernels.prepared_candidate, problems=problems, want=exact_out)
     peers = {name: partial(make, prepare) for name, prepare in found.items() if name in loaded}
-    return {
-        "useful_flops": 2 * int(batch.visible().sum()) * case.heads * (576 + 512),
-        "bytes": batch.cached * fmt.token_bytes + batch.tokens * case.heads * (2 * (576 + 512) + 4),
-        "launch": str(plan.launch),
-        **timing.measure(ours, peers, rounds),
-    }
+    flops = 2 * int(batch.visible().sum()) * case.heads * (576 + 512)
+    moved = batch.cached * fmt.token_bytes + batch.tokens * case.heads * (2 * (576 + 512) + 4)
+    return {"useful_flops": flops, "bytes": moved, "launch": str(plan.launch), **timing.measure(ours, peers, rounds)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

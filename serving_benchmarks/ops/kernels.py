@@ -128,17 +128,14 @@ class Caches(dict[tuple[str, int], Tensor]):
 
 def new_table(wanted: Sequence[int], blocks: int) -> Tensor:
     """A block table of requests that own so many random blocks each of a cache."""
-    table = torch.full((len(wanted), max(wanted)), -1, dtype=torch.int32, device=DEVICE)
     owned = torch.randperm(blocks, dtype=torch.int32, device=DEVICE)[: sum(wanted)].split(list(wanted))
-    for row, its_blocks in zip(table, owned, strict=True):
-        row[: len(its_blocks)] = its_blocks
-    return table
+    return torch.nn.utils.rnn.pad_sequence(owned, batch_first=True, padding_value=-1)
 
 
 def new_lists(batch: RequestBatch, topk: int, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
     """Random lists and their lengths, of requests that own random blocks of a cache."""
     table = new_table(batch.blocks(block_size), blocks)
-    picked = positions(batch, topk, device=DEVICE)
+    picked = positions(batch.visible().to(DEVICE), topk)
     return mla_backend.convert_indices(picked, table, batch.token_requests().to(DEVICE), block_size)
 
 
@@ -243,11 +240,8 @@ def measure(case: Case, caches: Caches, loaded: set[str], rounds: int, before: S
     found = time_problems(problems, by_format[case.format], case.format, peers, rounds, before if case.decode else ())
     attended = sum(map(listed_rows, problems)) / SETS
     row_bytes = mla_backend.FORMATS[case.format].token_bytes
-    floor = {
-        "math": found["useful_flops"] / MATH_FLOPS,
-        "memory": min(attended, batch.cached) * row_bytes / MEMORY_BYTES,
-        "l2": attended * row_bytes / L2_BYTES[case.format],
-    }
+    floor = {"math": found["useful_flops"] / MATH_FLOPS, "l2": attended * row_bytes / L2_BYTES[case.format]}
+    floor["memory"] = min(attended, batch.cached) * row_bytes / MEMORY_BYTES
     return {"floor_seconds": floor, **found}
 
 
@@ -284,21 +278,18 @@ def time_problems(
     make = partial(prepared_candidate, problems=problems, want=exact_out)
     theirs = {name: partial(make, prepare) for name, prepare in peers.items()}
     listed, row_bytes = sum(map(listed_rows, problems)) / len(problems), mla_backend.FORMATS[fmt].token_bytes
-    return {
-        "useful_flops": 2 * listed * heads * (width + 512),
-        "bytes": listed * (row_bytes + 4) + tokens * heads * (2 * (width + 512) + 4),
-        "launch": str(plan.launch),
-        **timing.measure(ours, theirs, rounds, before=before),
-    }
+    flops = 2 * listed * heads * (width + 512)
+    moved = listed * (row_bytes + 4) + tokens * heads * (2 * (width + 512) + 4)
+    found = timing.measure(ours, theirs, rounds, before=before)
+    return {"useful_flops": flops, "bytes": moved, "launch": str(plan.launch), **found}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")
     either = what.add_mutually_exclusive_group(required=True)
     either.add_argument("--suite", choices=SUITES, help="batches with heads and top-k of their own")
-    opt.add_list(
-        either, "--batches", RequestBatch.parse, "128q1s32k is 128 requests with 1 query token each at 32K tokens"
-    )
+    told = "128q1s32k is 128 requests with 1 query token each at 32K tokens"
+    opt.add_list(either, "--batches", RequestBatch.parse, told)
     heads, only = opt.whole(1, batches.MOST_HEADS), "only these of a suite; default with --batches:"
     opt.add_list(what, "--heads", heads, f"{only} 16,128")
     opt.add_list(what, "--topk", opt.count, f"{only} 2048")
@@ -309,9 +300,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_ways(parser: argparse.ArgumentParser, rounds: int) -> None:
     """The options of commands that have peers out of vLLM's wheels."""
     told = "that the command `peers` has filled; default: an installed vllm"
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help=told)
-    told = "whose kernels in that folder; default: %(default)s"
-    parser.add_argument("--vllm", default=VERSIONS[0], metavar="VERSION", help=told)
+    opt.add(parser, "--peers", Path, told, metavar="FOLDER")
+    opt.add(parser, "--vllm", str, "whose kernels in that folder", VERSIONS[0], "VERSION")
     parser.add_argument("--ours-only", action="store_true", help="no peers")
     add_ends(parser, rounds)
 
@@ -320,7 +310,7 @@ def add_ends(parser: argparse.ArgumentParser, rounds: int) -> None:
     """The options of every command that `measure_cases` serves."""
     opt.add_rounds(parser, rounds)
     told = "begin no case after so many seconds; default: all are measured"
-    parser.add_argument("--limit-s", type=opt.positive, default=math.inf, metavar="S", help=told)
+    opt.add(parser, "--limit-s", opt.positive, told, math.inf, "S")
     opt.add_output(parser)
 
 

@@ -252,10 +252,9 @@ def load(folder: Path | None, version: str) -> dict[str, str]:
     if runtime.is_file():  # some of the libraries look for it, and a torch that brings its own does not help
         ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
     for name in peers.LIBRARIES:
-        if folder is None:
-            found[name] = "missing: --peers names no folder, and vllm is not installed"
-            continue
         try:
+            if folder is None:
+                raise peers.PeerError("--peers names no folder, and vllm is not installed")
             torch.ops.load_library(peers.find(name, folder, version))
             found[name] = f"vllm {version}"
         except (peers.PeerError, OSError) as error:

@@ -5,7 +5,7 @@ GPUs attends to. Candidates are timed and checked as those of `kernels` are.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,9 +84,7 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -
         lengths = torch.randint(case.extra_topk + 1, (len(batch.requests),), dtype=torch.int32, device=kernels.DEVICE)
         lengths = lengths.repeat_interleave(batch.queries)
     problems = [new_problem(case, caches, lengths) for _ in range(SETS)]
-    peers: dict[str, Callable[[SparseProblem], peer_kernels.Prepared]] = {
-        name: partial(prepare, cache=cache) for name, prepare in PEERS[case.format].items() if name in loaded
-    }
+    peers = {name: partial(prepare, cache=cache) for name, prepare in PEERS[case.format].items() if name in loaded}
     return kernels.time_problems(problems, cache, case.format, peers, rounds)
 
 

@@ -57,13 +57,12 @@ def leave() -> None:
 
 def new_builder(kind: type, tokens: int, longest: int, drafts: int, device: torch.device) -> Any:
     """vLLM's builder of an indexer's metadata, for as many tokens a step, and contexts."""
-    counts = dict(max_num_batched_tokens=tokens, max_num_seqs=tokens)
     sizes = dict(decode_context_parallel_size=1, prefill_context_parallel_size=1, tensor_parallel_size=1)
     names = dict(resolve_indexer_kv_dtype=lambda default: default, sparse_mla_prefill_workspace_factor=5)
     names |= dict(indexer_tp_shard_min_rows=2**30)
     speculative = SimpleNamespace(num_speculative_tokens=drafts, enable_adaptive_verification=False)
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(**counts),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=tokens),
         parallel_config=SimpleNamespace(**sizes, cp_kv_cache_interleave_size=1),
         model_config=SimpleNamespace(max_model_len=longest, architectures=[]),
         attention_config=SimpleNamespace(**names),
@@ -80,10 +79,8 @@ def new_step(query_lens: Tensor, seq_lens: Tensor, table: Tensor) -> Any:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     most = int(query_lens.max())
-    starts, on_host = (
-        (0, *counts) for counts in (query_lens.tolist(), query_lens.where(query_lens > 0, most).tolist())
-    )
-    starts, on_host = (torch.tensor(counts).cumsum(0).int() for counts in (starts, on_host))
+    counts = query_lens, query_lens.where(query_lens > 0, most)
+    starts, on_host = (torch.nn.functional.pad(one.cumsum(0).int(), (1, 0)) for one in counts)
     tokens, device = int(on_host[-1]), table.device
     return CommonAttentionMetadata(
         query_start_loc=starts.to(device),
@@ -161,9 +158,9 @@ def run_rank(rank: int, options: argparse.Namespace, meeting: str) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     opt.add_list(parser, "--batches", RequestBatch.parse, "as those of `kernels`", BATCHES)
-    parser.add_argument("--gpus", type=opt.whole(2, 8), default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument("--heads", type=opt.whole(1, index.MAX_HEADS), default=64, metavar="N", help="of the indexer")
-    parser.add_argument("--topk", type=opt.count, default=2048, metavar="N", help="default: %(default)s")
+    opt.add(parser, "--gpus", opt.whole(2, 8), "of one host", 2)
+    opt.add(parser, "--heads", opt.whole(1, index.MAX_HEADS), "of the indexer", 64)
+    opt.add(parser, "--topk", opt.count, "keys that are chosen", 2048)
     parser.add_argument("--nccl", action="store_true", help="exchange by NCCL alone, without vLLM's own kernel")
     kernels.add_ends(parser, 21)
 

@@ -41,9 +41,6 @@ class Timing:
         lower, median, upper = statistics.quantiles(several, n=4, method="inclusive")
         return cls(min(samples), median, lower, upper, len(samples))
 
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
-
 
 def interleaved(candidates: Mapping[str, Clock], *, rounds: int) -> dict[str, Timing]:
     """Times every candidate once a round."""
@@ -161,11 +158,9 @@ def _versus(clocks: Mapping[str, Clock], peers: Collection[str], rounds: int) ->
     timings = interleaved(clocks, rounds=rounds)
     medians = {name: timing.median for name, timing in timings.items()}
     best = min((name for name in medians if name in peers and name not in OPT_IN), key=medians.get, default=None)
-    return {
-        "seconds": {name: timing.as_dict() for name, timing in timings.items()},
-        "best_peer": best,
-        "speed_up": medians[best] / medians["ours"] if best else None,
-    }
+    speed_up = medians[best] / medians["ours"] if best else None
+    seconds = {name: asdict(timing) for name, timing in timings.items()}
+    return {"seconds": seconds, "best_peer": best, "speed_up": speed_up}
 
 
 def version_of(module: str, package: str) -> str:

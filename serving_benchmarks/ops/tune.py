@@ -65,13 +65,8 @@ class Model:
     def weigh(self, size: Size, constants: np.ndarray | None = None) -> np.ndarray:
         """The time of each candidate in us, with these constants or the GPU's own."""
         given = None if constants is None else constants.ctypes.data_as(ctypes.c_void_p)
-        numbers = (
-            ctypes.c_int64(size.tokens),
-            ctypes.c_int64(size.slots),
-            size.heads,
-            format_number(size.format, "format"),
-            PRODUCTS.index(size.products),
-        )
+        numbers = ctypes.c_int64(size.tokens), ctypes.c_int64(size.slots), size.heads
+        numbers += format_number(size.format, "format"), PRODUCTS.index(size.products)
         count = library.weigh(ctypes.byref(self.gpu), given, *numbers, MOST_CANDIDATES, self._launches, self._times)
         return np.array(self._times[:count])
 
@@ -134,12 +129,11 @@ class Timer:
             bursts.append(timing.captured(calls, 2))
         for burst in bursts:
             burst.run()
-        taken: list[list[float]] = [[] for _ in bursts]
+        taken = []
         for _ in range(rounds):
             alone = self.alone.seconds()
-            for samples, burst in zip(taken, bursts, strict=True):
-                samples.append(2 * burst.seconds() - alone)
-        return [statistics.median(samples) * 1e6 for samples in taken]
+            taken.append([2 * burst.seconds() - alone for burst in bursts])
+        return [statistics.median(samples) * 1e6 for samples in zip(*taken, strict=True)]
 
 
 def measure(options: argparse.Namespace) -> int:
@@ -195,8 +189,7 @@ class Timings:
             slower = np.where(np.isnan(us), WORTH_KEEPING, us / np.nanmin(us)) - 1
             slower += 8 * slower**2  # better slightly slower in many sizes than much in one
             weight = np.exp(-(modelled / modelled.min() - 1) / 0.015)
-            error = np.abs(np.log(modelled / us))
-            total += weight @ slower / weight.sum() + 0.1 * np.nanmean(error)
+            total += weight @ slower / weight.sum() + 0.1 * np.nanmean(np.abs(np.log(modelled / us)))
         return total / len(self.measured)
 
 
@@ -256,16 +249,15 @@ def fit_files(options: argparse.Namespace) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="timings to fit the constants to")
     parser.add_argument("--write", action="store_true", help="write the fitted constants")
-    parser.add_argument("--passes", type=opt.count, default=3, metavar="N", help="of the fit; default: %(default)s")
+    opt.add(parser, "--passes", opt.count, "of the fit", 3)
     opt.add_list(parser, "--kernels", opt.one_of(GROUPS), "whose constants are fitted", ",".join(GROUPS))
     told = "of the sizes that are timed; default: %(default)s"
     parser.add_argument("--products", choices=PRODUCTS, default="exact", help=told)
     opt.add_list(parser, "--formats", opt.one_of(FORMATS), "of the sizes that are timed", ",".join(FORMATS))
-    told = "that are timed; default: %(default)s"
-    parser.add_argument("--sizes", type=opt.count, default=600, metavar="N", help=told)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of sizes; default: %(default)s")
+    opt.add(parser, "--sizes", opt.count, "that are timed", 600)
+    opt.add(parser, "--seed", int, "of the choice of sizes", 0)
     told = "time no further size after so many seconds; default: all are timed"
-    parser.add_argument("--limit-s", type=opt.positive, default=math.inf, metavar="S", help=told)
+    opt.add(parser, "--limit-s", opt.positive, told, math.inf, "S")
     opt.add_rounds(parser, 5)
     parser.add_argument("--output", type=opt.new_file, metavar="FILE", help="where timings are written, as CSV")
 

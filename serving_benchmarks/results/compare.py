@@ -10,14 +10,14 @@ files can't be compared.
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 
 from serving_benchmarks.ops.timing import Timing
-from serving_benchmarks.options import Refused, percentage
+from serving_benchmarks.options import Refused, add, percentage
 from serving_benchmarks.results import runs, tables
 from serving_benchmarks.results.file import NotUnderstood, ResultFile, machine
 from serving_benchmarks.results.file import console as terminal
@@ -40,7 +40,7 @@ class Span:
     @classmethod
     def of(cls, seconds: Seconds, interleaved: bool = False) -> "Span":
         if isinstance(seconds, list):
-            timing, rounds = Timing.of(seconds).as_dict(), tuple(seconds) if interleaved else ()
+            timing, rounds = asdict(Timing.of(seconds)), tuple(seconds) if interleaved else ()
         else:
             timing, rounds = seconds if isinstance(seconds, dict) else {"median": seconds, "rounds": 1}, ()
         median = timing["median"]
@@ -171,8 +171,7 @@ def show(comparison: Comparison, limit: float, console: Console) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", type=Path, metavar="OLD", help="a result file")
     parser.add_argument("new", type=Path, metavar="NEW", help="one of the same kind")
-    told = "how much longer something may take; default: 5%%"
-    parser.add_argument("--limit", type=percentage, default="5%", metavar="PERCENT", help=told)
+    add(parser, "--limit", percentage, "how much longer something may take", "5%", "PERCENT")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -63,9 +63,8 @@ def gains(*reports: Report) -> tuple[Figure, str]:
         ratios[name] = speed, theirs["ttft_s"]["p50"] / ours["ttft_s"]["p50"]
     figure = Figure(figsize=(8, 0.6 + 0.4 * len(ratios)), layout="constrained")
     axes = figure.subplots()
-    for number, (label, color) in enumerate(
-        {"output tokens/s": "#0072b2", "first token sooner, p50": "#92c5de"}.items()
-    ):
+    colors = {"output tokens/s": "#0072b2", "first token sooner, p50": "#92c5de"}
+    for number, (label, color) in enumerate(colors.items()):
         ys, widths = [y + 0.4 * number for y in range(len(ratios))], [pair[number] for pair in ratios.values()]
         axes.bar_label(axes.barh(ys, widths, 0.38, color=color, label=label), fmt="%.2f", padding=3, fontsize=8)
     axes.set_yticks([y + 0.2 for y in range(len(ratios))], ratios)

@@ -4,7 +4,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy
@@ -55,7 +55,7 @@ def of_rounds(rounds: Sequence[Round]) -> dict[str, Any]:
         "total_output_tokens": outputs,
         "requests_per_second": count / seconds.median,
         "output_tokens_per_second": outputs / seconds.median,
-        "seconds": seconds.as_dict(),
+        "seconds": asdict(seconds),
         "rounds_s": [one.elapsed for one in rounds],
         "ttft_s": percentiles([value for one in rounds for value in one.ttft_s]),
         "tpot_s": percentiles([value for one in rounds for value in one.tpot_s]),

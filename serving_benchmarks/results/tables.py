@@ -50,11 +50,16 @@ def kernel_name(case: dict[str, Any]) -> str:
     return f"{name}{case['batch']}, h {case['heads']}, topk {lists(case)}, {case['format']}"
 
 
+def index_name(case: dict[str, Any]) -> str:
+    among = f", {case['candidates']} candidates" if case.get("candidates") else ""
+    return f"{case['batch']}, {case['heads']} heads, {case['format']} keys{among}"
+
+
 NAMES: dict[str, Callable[[Entry], str]] = {
     **dict.fromkeys(("kernels", "rows"), lambda entry: kernel_name(entry["case"])),
     "dense": "{case[batch]} h{case[heads]} {case[format]}".format_map,
     "backward": "h{case[heads]} {case[rows]} {case[lists]}".format_map,
-    "index": "{case[batch]}, {case[heads]} heads, {case[format]} keys".format_map,
+    "index": lambda entry: index_name(entry["case"]),
     "sharing": "{case[batch]}, {case[heads]} heads, {case[gpus]} GPUs".format_map,
     **dict.fromkeys(("throughput", "serve"), runs.name_of),
     "checkpoint": "{way}".format_map,
@@ -109,6 +114,10 @@ def kernel_line(entry: Entry) -> str:
     return ", ".join([*parts, *([entry["launch"]] if "launch" in entry else [])])
 
 
+def label_cells(entry: Entry, *names: str) -> list[str]:
+    return [str(entry["case"].get(name) or "-") for name in names or ("batch", "heads", "topk", "format")]
+
+
 def kernels(report: Report) -> str:
     """Every case, with the time of every peer."""
     results = ran(report)
@@ -116,8 +125,7 @@ def kernels(report: Report) -> str:
     headings = ["batch", "heads", "topk", "cache", "mla-backend", *titles, "best baseline over ours", "of roofline"]
     rows = []
     for result in results:
-        row = [str(result["case"][name]) for name in ("batch", "heads", "topk", "format")]
-        row += [*_versus(result, titles), f"{share_of_floor(result):.0%}"]
+        row = [*label_cells(result), *_versus(result, titles), f"{share_of_floor(result):.0%}"]
         rows.append([*row, *[_time_and_ratio(result["in_situ"]) if "in_situ" in result else "-"] * situ])
     note = f"{_kernels_measured(report)} {ROOFLINE}"
     note += f" {IN_SITU} In brackets: the best baseline's time over ours." * situ
@@ -134,8 +142,7 @@ def fp8_products(report: Report) -> str:
         best, rounds = times[result["best_peer"]], times.get("q8kv8", math.nan)
         cells = times["ours"], times["ours_fp8"], best, rounds
         ratios = best / times["ours"], best / times["ours_fp8"], rounds / times["ours_fp8"]
-        row = [str(result["case"][name]) for name in ("batch", "heads", "topk", "format")]
-        rows.append([*row, *map(microseconds, cells), *(f"{ratio:.2f}" for ratio in ratios)])
+        rows.append([*label_cells(result), *map(microseconds, cells), *(f"{ratio:.2f}" for ratio in ratios)])
     return cases_page(headings, rows, _kernels_measured(report), labels=4)
 
 
@@ -143,9 +150,10 @@ def dense(report: Report) -> str:
     """Every case, with the time of every peer."""
     results = ran(report)
     titles = _titles(results)
-    headings = ["batch", "heads", "cache", "mla-backend", *titles, "best baseline over ours"]
-    rows = [[*(str(one["case"][n]) for n in ("batch", "heads", "format")), *_versus(one, titles)] for one in results]
-    return cases_page(headings, rows, _kernels_measured(report, lists=""), labels=3)
+    names = ["batch", "heads", *(n for n in ("topk", "candidates") if any(one["case"].get(n) for one in results))]
+    headings = [*names, "cache", "mla-backend", *titles, "best baseline over ours"]
+    rows = [[*label_cells(one, *names, "format"), *_versus(one, titles)] for one in results]
+    return cases_page(headings, rows, _kernels_measured(report, lists=""), labels=len(names) + 1)
 
 
 def _versus(result: Entry, titles: Sequence[str]) -> list[str]:
@@ -216,10 +224,8 @@ def _measured_with(how: str, reports: Sequence[Report]) -> str:
     for report in reports:
         timed = {name for result in ran(report) for name in result["seconds"]} - {*NOT_PEERS}
         versions |= {report["environment"]["peers"][name.split("_")[0]] for name in timed}
-    return (
-        f"{how} {file.machine(where)}, driver {where['driver']}, torch {where['torch']['version']}, baselines: "
-        f"{', '.join(sorted(versions)) or 'none'}, {file.when(where)}."
-    )
+    told = f"{how} {file.machine(where)}, driver {where['driver']}, torch {where['torch']['version']}, baselines: "
+    return f"{told}{', '.join(sorted(versions)) or 'none'}, {file.when(where)}."
 
 
 # Whole models
@@ -376,12 +382,9 @@ def _models_measured(reports: Sequence[Report], entries: Sequence[Entry], paired
     said, machines = (first.get("settings") or {}).get("kv_cache_dtype"), dict.fromkeys(map(file.machine, about))
     caches = dict.fromkeys(str(entry.get("kv_cache_dtype", said)) for entry in entries)
     dense = all(m.get("layers", 0) == m.get("dense_layers") for m in models)
-    parts = [
-        f"{layers} layers {'without' if dense else f'with {experts}'} experts",
-        f"{' or '.join(caches)} cache",
-        " or ".join(machines),
-    ]
-    parts += [f"torch {first['torch']['version']}", file.engine(first), *dict.fromkeys(map(file.when, about))]
+    parts = [f"{layers} layers {'without' if dense else f'with {experts}'} experts", f"{' or '.join(caches)} cache"]
+    parts += [" or ".join(machines), f"torch {first['torch']['version']}", file.engine(first)]
+    parts += dict.fromkeys(map(file.when, about))
     return f"{'; '.join(told)}. {', '.join(parts)}."
 
 

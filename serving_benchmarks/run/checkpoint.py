@@ -178,8 +178,7 @@ def measure(options: argparse.Namespace, logs: Path, stages: Stages) -> Iterator
     for name, way in ways.items():
         is_reference = way.cache not in references
         batches = [asked.prompts]
-        if is_reference and asked.right is None:
-            batches.append(asked.prompts[::-1])
+        batches += [asked.prompts[::-1]] if is_reference and asked.right is None else []
         model = asked.drafting if way.drafts else asked.model
         spec = {"engine": way.engine, "model": model, "arguments": arguments_of(way, options, asked)}
         spec |= {"batches": batches, "new_tokens": options.output_len}

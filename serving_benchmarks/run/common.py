@@ -29,21 +29,16 @@ MOST_OF_A_REASON = 300
 LOG_LINES = 20  # shown of what a backend printed before it failed
 MOST_CPU_CACHE_BYTES = 4 << 30  # what does not fit waits; unless one request needs more
 CPU_BLOCK = 64  # tokens; a request may fill a block of them in part
-BACKEND = types.checked(
-    str, re.compile(r"[^:]+(:[^:=]+(:\w+=[^:=]+)?)?").fullmatch, "NAME, NAME:CACHE or NAME:CACHE:OPTION=VALUE"
-)
+_NAMED = re.compile(r"[^:]+(:[^:=]+(:\w+=[^:=]+)?)?")
+BACKEND = types.checked(str, _NAMED.fullmatch, "NAME, NAME:CACHE or NAME:CACHE:OPTION=VALUE")
 HOST_POOL = "host_pool_gib"  # an option of a backend that asks for vLLM's HiSparse
 FULL_DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """CUDA graphs of decode steps, without compiling the model first, which takes minutes."""
-SAME_NAME = (
-    "dtype kv_cache_dtype max_model_len max_num_seqs max_num_batched_tokens kv_cache_memory_bytes "
-    "gpu_memory_utilization tensor_parallel_size"
-).split()
+SAME_NAME = "dtype kv_cache_dtype max_model_len max_num_seqs max_num_batched_tokens kv_cache_memory_bytes".split()
+SAME_NAME += ["gpu_memory_utilization", "tensor_parallel_size"]
 """Settings that vLLM has under the same name."""
-OF_CASES = (
-    "engine kv_cache_dtype tensor_parallel_size data_parallel_size decode_context_parallel_size "
-    "enable_expert_parallel drafts overlap"
-).split()
+OF_CASES = "engine kv_cache_dtype tensor_parallel_size data_parallel_size decode_context_parallel_size".split()
+OF_CASES += ["enable_expert_parallel", "drafts", "overlap"]
 """Settings that the `case` of an entry has."""
 COUNTS = {"max-num-batched-tokens": "tokens of a step", "drafts": "tokens that the model's MTP layer drafts per step"}
 """Settings that are whole numbers without a default of ours."""
@@ -87,10 +82,8 @@ def add_loads(parser: argparse.ArgumentParser, *, num_prompts: int, warmup: str)
     add_backend(parser)
     told = "tokens of a prompt and after it, and requests in flight (default: all), such as 4096+64/16,4096+64/64"
     types.add_list(parser, "--loads", types.load, told, "1024+128")
-    told = "of each load; default: %(default)s"
-    parser.add_argument("--num-prompts", type=types.count, default=num_prompts, metavar="N", help=told)
-    told = "at most so many prompts per request in flight; default: any"
-    parser.add_argument("--waves", type=types.count, metavar="N", help=told)
+    types.add(parser, "--num-prompts", types.count, "of each load", num_prompts)
+    types.add(parser, "--waves", types.count, "at most so many prompts per request in flight; default: any")
     told = f"{warmup}, so that kernels are compiled for its shapes"
     parser.add_argument("--warmup", action=argparse.BooleanOptionalAction, default=True, help=told)
 
@@ -130,7 +123,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", help="of weights and activations: bfloat16, float32, ...")
     group.add_argument("--kv-cache-dtype", default="auto", help="fp8, auto (bf16), ...; default: %(default)s")
     for name, told in COUNTS.items():
-        group.add_argument(f"--{name}", type=types.count, metavar="N", help=told)
+        types.add(group, f"--{name}", types.count, told)
     told = "of the KV cache, such as 4G or 512M; default: the engine's; on a CPU what the loads need"
     group.add_argument("--kv-cache-memory-bytes", type=types.size, metavar="SIZE", help=told)
     group.add_argument("--gpu-memory-utilization", type=types.share, metavar="SHARE", help="part of the GPU's memory")
@@ -316,8 +309,7 @@ def run(benchmark: str, options: argparse.Namespace, settings: dict[str, Any], m
     for result in ran:
         first = firsts.get(json.dumps(result["case"]))
         result["over_first"] = runs.over_first(first, result) if paired and first else None
-        if result.get("profile"):
-            profile = result["profile"]
+        if profile := result.get("profile"):
             told = (f"{name} {time:.0f} us" for name, time in kernel_times.by_group(profile).items())
             wall = f"{profile['wall_s'] / profile['steps'] * 1e6:.0f} us"
             print(f"{runs.name_of(result)}, per decode step: {wall}, of them {', '.join(told)}")

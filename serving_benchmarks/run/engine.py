@@ -57,11 +57,8 @@ class MeasuredWorker:
         return json.dumps({"hot": hot, "from_host": misses, "groups": len(groups)})
 
 
-MEASURED = {
-    "skip_tokenizer_init": True,
-    "disable_log_stats": False,  # without its stats it tells nothing of first tokens and of the cache
-    "worker_extension_cls": f"{MeasuredWorker.__module__}.MeasuredWorker",
-}
+MEASURED = {"skip_tokenizer_init": True, "worker_extension_cls": f"{MeasuredWorker.__module__}.MeasuredWorker"}
+MEASURED["disable_log_stats"] = False  # without its stats it tells nothing of first tokens and of the cache
 """Arguments of each `vllm.LLM` here, unless others are given."""
 
 

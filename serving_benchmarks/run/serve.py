@@ -45,8 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     common.add_loads(parser, num_prompts=128, warmup=told)
     types.add_list(parser, "--request-rate", types.positive, "requests per second; default: any")
     types.add_rounds(parser, 1, types.count)
-    told = "give a server up that takes longer for a load; default: %(default)s"
-    parser.add_argument("--limit", type=types.positive, default=3600.0, metavar="S", help=told)
+    types.add(parser, "--limit", types.positive, "give a server up that takes longer for a load", 3600.0, "S")
     common.add_engine(parser)
     parser.set_defaults(engine="vllm")
     common.add_results(parser)
@@ -81,21 +80,13 @@ def server_command(options: argparse.Namespace, settings: dict[str, Any], backen
 
 def client_command(model: str, case: dict[str, Any], seed: int, port: int, result: Path) -> list[str]:
     """vLLM's client, which writes to the file `result`."""
-    given = {
-        **{"backend": "vllm", "model": model, "host": "127.0.0.1", "port": port, "dataset-name": "random"},
-        "random-input-len": case["input_len"],
-        "random-output-len": case["output_len"],
-        "num-prompts": case["num_prompts"],
-        "request-rate": case["request_rate"] or "inf",
-        "num-warmups": 0,  # these two would send the first prompt before the load, and it would be in the prefix cache
-        "ready-check-timeout-sec": 0,
-        "seed": seed,
-        "temperature": 0.0,
-        "percentile-metrics": "ttft,tpot,itl,e2el",
-        **{"result-dir": result.parent, "result-filename": result.name},
-    }
-    if case["concurrency"] is not None:
-        given["max-concurrency"] = case["concurrency"]
+    given = {"backend": "vllm", "model": model, "host": "127.0.0.1", "port": port, "dataset-name": "random"}
+    given |= {"random-input-len": case["input_len"], "random-output-len": case["output_len"], "seed": seed}
+    given |= {"num-prompts": case["num_prompts"], "request-rate": case["request_rate"] or "inf", "temperature": 0.0}
+    # these two would send the first prompt before the load, and it would be in the prefix cache
+    given |= {"num-warmups": 0, "ready-check-timeout-sec": 0}
+    given |= {"percentile-metrics": "ttft,tpot,itl,e2el", "result-dir": result.parent, "result-filename": result.name}
+    given |= {} if case["concurrency"] is None else {"max-concurrency": case["concurrency"]}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return [sys.executable, "-c", CLIENT, *words, "--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
 
@@ -103,9 +94,8 @@ def client_command(model: str, case: dict[str, Any], seed: int, port: int, resul
 def round_of(bench: dict[str, Any]) -> Round:
     """What vLLM's client has saved, of the requests that succeeded."""
     done = [i for i, error in enumerate(bench["errors"]) if not error and bench["output_lens"][i]]
-    inputs, outputs, ttfts, gaps = (
-        [bench[name][i] for i in done] for name in ("input_lens", "output_lens", "ttfts", "itls")
-    )
+    names = "input_lens", "output_lens", "ttfts", "itls"
+    inputs, outputs, ttfts, gaps = ([bench[name][i] for i in done] for name in names)
     ends = [ttft + sum(its) for ttft, its in zip(ttfts, gaps, strict=True)]
     return Round(bench["duration"], inputs, outputs, ttfts, ends, [gap for its in gaps for gap in its])
 
@@ -131,13 +121,10 @@ def run_load(
 def entry_of(done: Sequence[tuple[Round, dict[str, Any]]]) -> dict[str, Any]:
     """Fields of a result file, of all rounds of a load: medians, sums of requests, and each round."""
     each = [more for _, more in done]
-    return {
-        **runs.of_rounds([one for one, _ in done]),
-        "failed": sum(one["failed"] for one in each),
-        "start_s": statistics.median(one["start_s"] for one in each),
-        "gpu_memory_bytes": [max(one) for one in zip(*(one["gpu_memory_bytes"] for one in each), strict=True)],
-        "each_round": each,
-    }
+    found = {**runs.of_rounds([one for one, _ in done]), "failed": sum(one["failed"] for one in each)}
+    found["start_s"] = statistics.median(one["start_s"] for one in each)
+    memory = [max(one) for one in zip(*(one["gpu_memory_bytes"] for one in each), strict=True)]
+    return {**found, "gpu_memory_bytes": memory, "each_round": each}
 
 
 def run_round(

@@ -43,7 +43,7 @@ def test_what_is_no_batch_is_refused(spec):
 def test_lists_name_each_visible_position_at_most_once():
     batch = RequestBatch.parse("2q3s100_q40s40")
     for topk in (60, 120):  # less and more than the longest sequence
-        picked = positions(batch, topk)
+        picked = positions(batch.visible(), topk)
         assert picked.shape == (46, topk) and picked.dtype == torch.int32
         for row, visible in zip(picked.tolist(), batch.visible().tolist(), strict=True):
             valid = row[: min(topk, visible)]
@@ -218,8 +218,9 @@ def test_the_backward_is_measured_versus_cudnn_and_in_parts(lists, on_a_cpu, tmp
     assert "nvidia-cudnn-frontend 1" in tables.backward(kinds.load(tmp_path / "out").report)
 
 
+@pytest.mark.parametrize("candidates", [0, 56])
 @pytest.mark.parametrize("batch", ["3q1s70", "3q3s100", "3q4s100", "3q40s90"])
-def test_selection_is_measured_versus_two_steps(batch, on_a_cpu, monkeypatch, tmp_path):
+def test_selection_is_measured_versus_two_steps(batch, candidates, on_a_cpu, monkeypatch, tmp_path):
     def paged(q, cache, weights, lengths, table, schedule, longest):
         ids = torch.arange(lengths.numel(), dtype=torch.int32) // q[0].shape[1]
         given = q[0].flatten(0, 1).float(), weights, cache.squeeze(-2), table, ids, lengths.flatten()
@@ -235,6 +236,10 @@ def test_selection_is_measured_versus_two_steps(batch, on_a_cpu, monkeypatch, tm
         scores = (q[0].float() @ (keys[0].float() * keys[1].unsqueeze(1)).T).relu_().mul_(weights.unsqueeze(2)).sum(1)
         return scores.gather(1, (begin.unsqueeze(1) + torch.arange(longest)).clamp(max=len(keys[0]) - 1))
 
+    def mask(scores, starts, ends, blocks, size):
+        kept = (torch.arange(scores.shape[1]) // size == blocks.unsqueeze(2)).any(1)
+        scores.masked_fill_(~kept, -torch.inf)
+
     def top(scores, lengths, out, *_):
         mla_backend.select_top(scores, lengths.flatten(), chosen=out)
 
@@ -242,7 +247,8 @@ def test_selection_is_measured_versus_two_steps(batch, on_a_cpu, monkeypatch, tm
     gemm = fake(fp8_fp4_paged_mqa_logits=paged, fp8_fp4_mqa_logits=gathered, set_pdl=bool)
     gemm.get_paged_mqa_logits_metadata = lambda lengths, block, slots: None
     ops = fake(cooperative_topk=top, top_k_per_row_prefill=lambda scores, begin, *rest: top(scores, *rest))
-    for name, module in ((index.DEEP_GEMM, gemm), (index.VLLM_OPS, fake())):
+    modules = {index.DEEP_GEMM: gemm, index.VLLM_OPS: fake(), index.MASK: fake(apply_candidate_mask=mask)}
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name, has in (("_C", ops), ("_C_cache_ops", fake(cp_gather_indexer_k_quant_cache=gather))):
         monkeypatch.setattr(torch.ops, name, has, raising=False)
@@ -251,9 +257,15 @@ def test_selection_is_measured_versus_two_steps(batch, on_a_cpu, monkeypatch, tm
     monkeypatch.setattr(index, "SMALLEST_CACHE", 512)
     monkeypatch.setattr(index, "LOGITS", 40 * 90 * 5)  # of two requests at once
     how = "ops", "index", "--batches", batch, "--heads", "4", "--topk", "50"
+    how += ("--candidates", str(candidates)) if candidates else ()
     (result,) = measured(tmp_path / "out", *how)
     assert result["best_peer"] == "deepgemm" and {*result["accuracy"]} == {"ours", "deepgemm"}
-    monkeypatch.setattr(mla_backend, "select_tokens", lambda *_, out: out.copy_(torch.arange(50)))
+    assert result["case"]["candidates"] == candidates
+    seen = RequestBatch.parse(batch).visible().clamp(max=candidates or 100)
+    assert result["useful_flops"] == 2 * 128 * 4 * int(seen.sum())
+    told = kinds.KINDS["index"].name_of(result) + tables.dense(kinds.load(tmp_path / "out").report)
+    assert told.count("candidates") == 2 * bool(candidates)
+    monkeypatch.setattr(mla_backend, "select_tokens", lambda *_, out, **__: out.copy_(torch.arange(50)))
     assert main([*how, "--rounds", "2"]) == 1
 
 

@@ -114,6 +114,7 @@ def test_untried_versions_are_named_as_such(monkeypatch, engine, version, why):
 V32 = dict(architectures=["DeepseekV32ForCausalLM"], num_hidden_layers=61, num_attention_heads=128, index_topk=2048)
 V32 |= dict(kv_lora_rank=512, qk_rope_head_dim=64)
 V3 = dict(V32, architectures=["DeepseekV3ForCausalLM"], index_topk=None)
+NATIVE = """ --additional-config '{"mla_v41_rows": "native"}'"""
 ON_16 = ["--gpus=16", "--gpu-memory=79G", "--tensor-parallel=8"]
 
 
@@ -126,7 +127,8 @@ ON_16 = ["--gpus=16", "--gpu-memory=79G", "--tensor-parallel=8"]
         ({"text_config": V3, **V3}, 642, ON_16, 0, "576 bytes; 35136 bytes per token .* 1656[0-9]{3} tokens fit"),
         (V32 | dict(index_topk_pattern="F" + "S" * 60), 0, ON_16, 0, f"no safetensors files .* {61 * 656 + 132} bytes"),
         (V32, 642, [], 0, "642.0 GiB .* no GPU is here"),
-        (V32 | dict(architectures=["DeepseekV4ForCausalLM"]), 642, ON_16, 0, "584 bytes. .* not computed"),
+        (V32 | dict(architectures=["DeepseekV4ForCausalLM"]), 642, ON_16, 0, "584 bytes. (?!.* 528).* not computed"),
+        (V32 | dict(architectures=["DeepseekV41ForCausalLM"]), 642, ON_16, 0, f"584 bytes. .*{NATIVE}: .* 528 bytes. "),
         (V32 | dict(kv_lora_rank=256), 0, [], 1, "a kv_lora_rank and a qk_rope_head_dim of 256 and 64"),
         (V32 | dict(architectures=["Step5ForCausalLM"]), 0, [], 1, "is not multi-head latent attention"),
         (V32 | dict(architectures=["LlamaForCausalLM"]), 0, [], 1, "serves models with sparse multi-head latent"),

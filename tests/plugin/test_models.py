@@ -53,8 +53,7 @@ def test_the_guide_has_the_same_table():
         row = f"{family.why_not} |"
         if family.backend is not None:
             rows = model_check.ROWS[family.backend, family.models != "GLM-5.3-Flash"].values()
-            of_v4 = {"DeepSeek-V4": ["fp8_model1"], "DeepSeek-V4.1": ["fp8_model1", "fp8_528"]}
-            rows = of_v4.get(family.models, rows)
+            rows = model_check.V4_ROWS.get(family, rows)
             widths = [FORMATS[name].token_bytes for name in rows]
             row = f"`{family.backend}` | {', '.join(map(str, widths))} |"
         assert f"\n| {family.models} | {row}" in section

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def throughput(backends=BACKENDS, loads=(1, 16), lengths=((4096, 64),), rounds=3
     for number, backend in enumerate(backends):
         for (input_len, output_len), load in itertools.product(lengths, loads):
             seconds = [(1 + 0.3 * number) * (40 / load + 2) * rng.uniform(0.98, 1.02) for _ in range(rounds)]
-            timing = Timing.of(seconds).as_dict()
+            timing = asdict(Timing.of(seconds))
             case = {"input_len": input_len, "output_len": output_len, "concurrency": load}
             entry = _entry(backend, timing["median"], 64 * output_len, case)
             results.append({**entry, "seconds": timing, "rounds_s": seconds})
