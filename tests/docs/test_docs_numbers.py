@@ -69,7 +69,7 @@ WRONG = {
     f"<!-- numbers: nope results/h200/kernels.json -->{END}": "docs/new.md, line 2: 'nope' is not one of kernels, ",
     f"<!-- numbers: kernels -->{END}": "line 2: kernels names no result file",
     f"<!-- numbers: kernels results/nope.json -->{END}": "line 2: there is no results/nope.json",
-    f"<!-- numbers: kernels results/h100/dense.json -->{END}": "is of dense, not of kernels",
+    f"<!-- numbers: kernels results/h200/dense.json -->{END}": "is of dense, not of kernels",
     f"<!-- numbers: kernels results/h200/kernels.json rows=3 -->{END}": "line 2: kernels can't be made of",
     f"<!-- numbers: kernels results/h200/kernels.json case.heads=3 -->{END}": "line 2: no case has case.heads=3",
     f"<!-- numbers: kernels results/h200/kernels.json case.nope=3 -->{END}": "line 2: kernels can't be made of",

@@ -11,7 +11,7 @@ from serving_benchmarks.ops.timing import Timing
 from serving_benchmarks.results import kernel_times
 
 ROOT = Path(__file__).parents[2]
-COMMITTED = {"kernels": "h200/kernels", "checkpoint": "h200/checkpoint", "rows": "h100/rows"}
+COMMITTED = {"kernels": "h200/kernels", "checkpoint": "h200/checkpoint", "rows": "h200/rows"}
 ENVIRONMENT = {
     **{"date": "2026-11-20T22:05:03+00:00", "commit": "5214a64bcc1ef44b20b1", "command": "x", "driver": "580.159.04"},
     "torch": {"version": "2.11.0+cu130", "threads": 16},
