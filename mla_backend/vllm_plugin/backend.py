@@ -318,6 +318,7 @@ class SparseMLALayer(LayerBase):
         if has_host_tier:
             gaps = topk != config.model_config.hf_text_config.index_topk
             self.host_tier = HostTier(self.index_group, self.index_group_index, gaps)
+            host_tier.widen_table(self.index_group.cache(self.index_group_index).runtime)
         # cuDNN keeps its plans for each thread, and microbatches run in new ones
         masks = self.splits_prompts and not getattr(config.parallel_config, "use_ubatching", False)
         self.longest_masked = 0

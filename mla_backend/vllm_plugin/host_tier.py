@@ -40,6 +40,8 @@ KNOWN = {
 """What is used of vLLM, which had another HiSparse before 0.33."""
 ONE_BLOCK = 2**31 - 1
 """With blocks so long a slot is a position of block 0."""
+TABLE_ROOM = 200 << 10
+"""Bytes of a processor's shared memory for vLLM's table and its lists of hot rows."""
 
 
 def is_on(vllm_config: "VllmConfig") -> bool:
@@ -71,6 +73,17 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def widen_table(runtime: Any) -> None:
+    """Halves the load of the hash table in which vLLM's kernel looks for rows, where a processor has room for it.
+
+    It has an entry for each row that a request may select in a step, and one more. Far from the end of a prompt nearly
+    all of them are taken, and each of the thousands of hot rows that weren't selected is compared with many.
+    """
+    rows, hot = min(2 * runtime.max_union_rows, runtime.region_stride), runtime.region_stride
+    if 8 * rows + 3 * hot <= TABLE_ROOM:
+        runtime.max_union_rows = rows
 
 
 class Place(NamedTuple):

@@ -133,6 +133,21 @@ def test_hot_rows_for_less_than_a_selection_are_refused_in_vllms_words(monkeypat
     assert "maximum is 32768" in host_tier.why_not(config(monkeypatch, 64, hot_rows=32769))
 
 
+@pytest.mark.parametrize("selected", [512, 2048, 8192, 16384])  # of a request in a step
+@pytest.mark.parametrize("spare", [0, 1, 512, 2048, 16384])
+def test_vllms_table_of_rows_gets_no_larger_than_its_kernel_takes(monkeypatch, selected, spare):
+    from vllm.v1.hisparse import runtime
+
+    monkeypatch.setattr(runtime, "get_max_shared_memory_bytes", lambda _: 227 << 10)
+    hot = min(selected + spare, 32768)
+    given = SimpleNamespace(max_union_rows=selected, region_stride=hot, device_buffer_size=hot)
+    host_tier.widen_table(given)
+    assert selected <= given.max_union_rows <= hot, "what its kernel takes"
+    runtime._check_residency_shared_memory(torch.device("cuda", 0), given)
+    if selected == 2048:
+        assert given.max_union_rows == min(4096, hot)
+
+
 def test_other_models_and_another_hisparse_are_refused(monkeypatch):
     monkeypatch.setattr(host_tier, "has_v4_attention", lambda _: True)
     monkeypatch.setattr(host_tier, "v4_family", lambda _: SimpleNamespace(models="DeepSeek-V4"))
@@ -158,13 +173,16 @@ def test_a_layer_takes_vllms_index_group_and_its_plan_of_what_comes_from_the_hos
     module = sys.modules[backend.LayerBase.__module__]
     monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
     sizes = dict(q_lora_rank=24, kv_lora_rank=512, qk_nope_head_dim=16, qk_rope_head_dim=64, qk_head_dim=80)
-    builder = SimpleNamespace(register_layer=lambda *args, **kwargs: ("group", 2))
     for width in (TOPK, TOPK + 3):
+        runtime = SimpleNamespace(max_union_rows=width, region_stride=2 * width)
+        group = {2: SimpleNamespace(runtime=runtime)}
+        builder = SimpleNamespace(register_layer=lambda *args, g=group, **kwargs: (SimpleNamespace(cache=g.get), 2))
         picked = torch.empty(7, width, dtype=torch.int32)
         with set_current_vllm_config(whole):
             given = dict(sizes, v_head_dim=16, kv_b_proj=None, topk_indices_buffer=picked, index_group_builder=builder)
             layer = backend.SparseMLALayer(HEADS, 576, SCALE, 1, None, None, "auto", None, "decoder", None, **given)
-        assert layer.host_tier == ("group", 2, width > TOPK) and layer.supports_dense_mha_prefill
+        assert layer.host_tier[1:] == (2, width > TOPK) and layer.supports_dense_mha_prefill
+        assert layer.host_tier.group.cache(2).runtime.max_union_rows == 2 * width, "it looks for rows in a larger table"
         assert not layer.splits_prompts, "as on every CPU"
 
 
