@@ -27,14 +27,14 @@ import contextlib
 
 def register() -> None:
     """Entry point `vllm.general_plugins`: adds the backends to vLLM's list. They are used only where asked for."""
-    from mla_backend.vllm_plugin import config, versions
+    from mla_backend.vllm_plugin import config, replacements, versions
 
-    missing = versions.missing()
+    missing = versions.missing() or replacements.missing(replacements.CONFIG)
     if missing is not None:
         versions.logger().error("mla-backend: %s", missing)
         return
     versions.add_backends()
-    versions.call_with_config(config.settle)
+    replacements.call_with_config(config.settle)
 
 
 def platform() -> str | None:

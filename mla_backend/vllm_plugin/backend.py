@@ -16,7 +16,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 
 import mla_backend
-from mla_backend.vllm_plugin import host_tier, products, versions
+from mla_backend.vllm_plugin import host_tier, products, replacements, versions
 from mla_backend.vllm_plugin.beginnings import (
     Masked,
     attend_to_picked,
@@ -153,7 +153,7 @@ class SparseMLAMetadataBuilder(BuilderBase):
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
             cache_format=cache_format,
             products=products.of_rows(vllm_config, cache_format),
-            staged_rows=room_for_rows(vllm_config, heads, topk, cache_dtype, _on_cpu()),
+            staged_rows=room_for_rows(vllm_config, heads, topk, cache_dtype, _on_cpu() or host_tier.is_on(vllm_config)),
         )
         self.leaders = leading_layers(layer_names, vllm_config.model_config.hf_text_config.num_hidden_layers)
         self.first_batch: StepBatch | None = None
@@ -312,9 +312,11 @@ class SparseMLALayer(LayerBase):
         # vLLM measures memory after this, without a step's metadata. What its longest step needs has to be there then.
         (tokens, topk), device = self.topk_indices_buffer.shape, self.topk_indices_buffer.device
         heads = self.num_heads * self.dcp_world_size
-        staged = room_for_rows(config, heads, topk, self.kv_cache_dtype, _on_cpu())
+        staged = room_for_rows(config, heads, topk, self.kv_cache_dtype, _on_cpu() or has_host_tier)
         Room.shared(tokens, heads, topk, bytes_for_rows(staged), device)
-        self.splits_prompts = not no_dense and self.dcp_world_size == 1 and versions.split_prompts_if_possible(config)
+        self.splits_prompts = (
+            not no_dense and self.dcp_world_size == 1 and replacements.split_prompts_if_possible(config)
+        )
         if has_host_tier:
             gaps = topk != config.model_config.hf_text_config.index_topk
             self.host_tier = HostTier(self.index_group, self.index_group_index, gaps)
@@ -326,9 +328,9 @@ class SparseMLALayer(LayerBase):
             self.longest_masked = longest_masked(self.num_heads, (self.qk_head_dim, self.v_head_dim), topk, device)
         if not _on_cpu():
             versions.register_warmup()
-            versions.rotate_queries_if_possible()
+            replacements.rotate_queries_if_possible()
             if self.kv_cache_dtype == versions.NVFP4:
-                versions.write_nvfp4_rows()
+                replacements.write_nvfp4_rows()
 
     def do_kv_cache_update(
         self,

@@ -117,7 +117,7 @@ def _model(name: str, model_config: "ModelConfig", on_cpu: bool) -> str | None:
     family = v4_family(model_config)
     if name == versions.DENSE or family is None:
         missing = replacements.CPU_INDEXER if name == versions.SPARSE and on_cpu else None
-        return why_not(name, model_config) or (missing and versions.missing_functions(missing))
+        return why_not(name, model_config) or (missing and replacements.missing(missing))
     if on_cpu:
         on_it = "serves DeepSeek-V4.1 on GPUs alone" if family is V41 else "itself serves DeepSeek-V4 on a CPU"
         return f"vLLM {on_it}. Leave out --attention-backend."

@@ -5,13 +5,20 @@ them, vLLM's stays: the log says so once, and `mla-backend doctor` lists all of 
 """
 
 import functools
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_backend import signatures, tried_versions
+from mla_backend.vllm_plugin import versions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 V4_MODEL, V41_MODEL = (f"vllm.models.deepseek_{name}.nvidia.model" for name in ("v4", "v41"))
+MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
 V32_ATTENTION, V41_ATTENTION = (f"vllm.models.deepseek_{name}.attention" for name in ("v32", "v41"))
 INDEXER_BUILDER = "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder"
 FUSED_Q = (
@@ -47,7 +54,7 @@ ROTATE = Replacement(
 )
 SPLIT = Replacement(
     "dense prefill of the first tokens",
-    {"vllm.model_executor.layers.attention.mla_attention:MLAAttention._use_sparse_mha": ("attn_metadata",)},
+    {f"{MLA_ATTENTION}:MLAAttention._use_sparse_mha": ("attn_metadata",)},
     "prompts longer than the top-k attend sparsely from their first token on, which is slower",
 )
 
@@ -159,11 +166,15 @@ def why_not(replacement: Replacement) -> str | None:
     return signatures.change(replacement.functions, f"vLLM {version}")
 
 
+def missing(replacement: Replacement) -> str | None:
+    """Why a replacement that the plugin can't do without doesn't fit, and what to do about it; None if it does."""
+    why = why_not(replacement)
+    return why and f"{why}. {tried_versions.what_to_install('vllm', tried_versions.VLLM)}"
+
+
 def warn(asked: Iterable[Replacement]) -> None:
     """Says in the log which of these are not in use though this vLLM should have them, one line each. Once: not again
     in processes that this one starts."""
-    from mla_backend.vllm_plugin import versions
-
     for each in asked:
         why = None if _is_too_new(each) else why_not(each)
         if why is not None and tried_versions.is_first(each.name, why):
@@ -171,8 +182,6 @@ def warn(asked: Iterable[Replacement]) -> None:
 
 
 def _is_too_new(replacement: Replacement) -> bool:
-    from mla_backend.vllm_plugin import versions
-
     return not (replacement.before_0_32 or versions.since_0_32())
 
 
@@ -250,3 +259,104 @@ def write_instead(
 
 def is_ours(function: Any) -> bool:
     return getattr(function, "of_mla_backend", False)
+
+
+# --- what takes their place -------------------------------------------------------------------------------------------
+
+
+def call_with_config(settle: Callable[["VllmConfig"], None]) -> None:
+    """Makes vLLM call a function on every configuration that it has completed.
+
+    vLLM offers backends no hook for that. Without one, `--kv-cache-dtype fp8` means something else for a backend that
+    vLLM doesn't know, and what isn't supported fails late or without a reason. vLLM asks its platform to check every
+    configuration, so the platform in use is made to pass it on.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    if is_ours(platform.check_and_update_config):
+        return
+    inherited = platform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, vllm_config: "VllmConfig") -> None:
+        inherited(cls, vllm_config)
+        settle(vllm_config)
+
+    ours = instead_of(inherited, check_and_update_config)
+    platform.check_and_update_config = classmethod(ours)
+
+
+def split_prompts_if_possible(vllm_config: "VllmConfig") -> bool:
+    """Has vLLM's layers give a step's prefill to `forward_mha` where its metadata say that a part of it is `dense`, too
+    (0.32 on); returns whether they will. They have no other way to learn that: `use_dense_mha` would keep the indexer
+    from selecting."""
+    layer, attention = importlib.import_module(MLA_ATTENTION).MLAAttention, vllm_config.attention_config
+    if why_not(SPLIT) is not None:
+        return False
+    if attention.sparse_mla_force_mqa:
+        return False
+    inherited = layer._use_sparse_mha
+    if not is_ours(inherited):
+
+        def use_sparse_mha(self: Any, attn_metadata: Any) -> bool:
+            return bool(getattr(attn_metadata, "dense", ())) or inherited(self, attn_metadata)
+
+        layer._use_sparse_mha = instead_of(inherited, use_sparse_mha)
+    return True
+
+
+def rotate_queries_if_possible() -> None:
+    """Called by each layer: has vLLM's model of DeepSeek-V3.2 rotate the queries of layers with an indexer with our op
+    (0.32 on). vLLM's kernel for GPUs before Blackwell runs three blocks for each token and head of the indexer, and
+    most of them find nothing to do."""
+    import torch
+    from vllm.platforms import current_platform
+
+    from mla_backend.index import rotate_queries
+
+    model = sys.modules.get(V32_ATTENTION)
+    if model is None or current_platform.has_device_capability(100) or why_not(ROTATE):
+        return
+    inherited = model.fused_q
+    if is_ours(inherited):
+        return
+    named = by_name(inherited)
+
+    def fused_q(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        given = named(*args, **kwargs)
+        queries, index_queries = given["q_pe"], given["index_q"]
+        ours = given["has_indexer"] and not given["quantize_mqa"] and queries.dtype == torch.bfloat16
+        if not ours or (queries.shape[-1], index_queries.shape[-1]) != (64, 128):
+            return inherited(*args, **kwargs)
+        rotated, index_rotated, weights = rotate_queries(
+            queries,
+            index_queries,
+            given["index_weights"],
+            given["positions"],
+            given["q_pe_cos_sin_cache"],
+            given["index_q_cos_sin_cache"],
+            given["index_weights_softmax_scale"] * given["index_weights_head_scale"],
+            interleaved=bool(given["index_rope_interleave"]),
+        )
+        return index_rotated, weights, rotated
+
+    model.fused_q = instead_of(inherited, fused_q)
+
+
+def write_nvfp4_rows() -> None:
+    """Called by each layer with such rows: has our op write them in vLLM's model of DeepSeek-V3.2, whose own kernel has
+    an instruction of Blackwell's for that."""
+    from mla_backend.cache import cache_write
+
+    def keep_out(given: dict[str, Any]) -> dict[str, Any] | None:
+        if given["mla_kv_cache"] is None or given["mla_kv_cache_dtype"] != versions.NVFP4:
+            return None
+        return {"mla_kv_cache": None, "mla_kv_cache_dtype": "auto"}
+
+    def write(given: dict[str, Any]) -> None:
+        slots = given["slot_mapping"].flatten()
+        cache_write(given["kv_c_out"][: len(slots)], given["k_pe_out"][: len(slots)], given["mla_kv_cache"], slots)
+
+    if (model := sys.modules.get(V32_ATTENTION)) is not None:
+        needed = {"slot_mapping", "mla_kv_cache", "mla_kv_cache_dtype", "kv_c_out", "k_pe_out"}
+        write_instead(model, "nvfp4_ds_mla rows", needed, keep_out, write)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_backend.kernel_heads import M64_HEADS, SWAP_AB_HEADS
-from mla_backend.vllm_plugin import host_tier, products, versions
+from mla_backend.vllm_plugin import products, versions
 
 OPTION = "mla_staged_rows"
 """In vLLM's --additional-config: how many rows there is room for, at most. 0 stages nothing."""
@@ -76,13 +76,13 @@ def requests_to_stage(
     return StagedRequests(first, starts[first], most)
 
 
-def room_for_rows(vllm_config: Any, heads: int, topk: int, cache_dtype: str, on_cpu: bool) -> int:
+def room_for_rows(vllm_config: Any, heads: int, topk: int, cache_dtype: str, off_gpu: bool) -> int:
     """How many rows a step may stage: none where no kernel reads them faster than the cache, as m64 does, none for FP8
-    products, as staged rows are 16-bit ones, and none of a cache on the host."""
+    products, as staged rows are 16-bit ones, and none of a cache that is `off_gpu`, used by a CPU or on the host."""
     parallel, tokens = vllm_config.parallel_config, vllm_config.scheduler_config.max_num_batched_tokens
     useful = heads > SWAP_AB_HEADS and cache_dtype == "fp8_ds_mla" and parallel.decode_context_parallel_size == 1
-    useful = useful and products.asked(vllm_config) == "exact" and not host_tier.is_on(vllm_config)
-    if on_cpu or not useful or torch.cuda.get_device_capability()[0] != 9:
+    useful = useful and products.asked(vllm_config) == "exact"
+    if off_gpu or not useful or torch.cuda.get_device_capability()[0] != 9:
         return 0
     rows = min(asked_rows(vllm_config), tokens * topk // VISITS)
     return min(rows, ONE_CTA_ROWS) if heads <= M64_HEADS else rows

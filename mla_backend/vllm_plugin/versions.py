@@ -10,13 +10,10 @@ The plugin was tried with the versions in `tried_versions.VLLM`:
 
 import importlib
 import logging
-import sys
-from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from mla_backend import signatures, tried_versions
-from mla_backend.vllm_plugin import replacements
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,13 +47,7 @@ def missing() -> str | None:
             "vllm.v1.attention.backend": ("AttentionBackend", "AttentionMetadataBuilder", "AttentionCGSupport"),
             "vllm.v1.attention.backends.registry": ("AttentionBackendEnum", "register_backend"),
         }
-    ) or missing_functions(replacements.CONFIG)
-
-
-def missing_functions(replacement: replacements.Replacement) -> str | None:
-    """The same for functions that the plugin must replace."""
-    why = replacements.why_not(replacement)
-    return why and f"{why}. {tried_versions.what_to_install('vllm', tried_versions.VLLM)}"
+    )
 
 
 def missing_bases(name: str) -> str | None:
@@ -169,28 +160,6 @@ def ours(backend: Enum | None) -> str | None:
 # --- the configuration ------------------------------------------------------------------------------------------------
 
 
-def call_with_config(settle: Callable[["VllmConfig"], None]) -> None:
-    """Makes vLLM call a function on every configuration that it has completed.
-
-    vLLM offers backends no hook for that. Without one, `--kv-cache-dtype fp8` means something else for a backend that
-    vLLM doesn't know, and what isn't supported fails late or without a reason. vLLM asks its platform to check every
-    configuration, so the platform in use is made to pass it on.
-    """
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    if replacements.is_ours(platform.check_and_update_config):
-        return
-    inherited = platform.check_and_update_config.__func__
-
-    def check_and_update_config(cls: type, vllm_config: "VllmConfig") -> None:
-        inherited(cls, vllm_config)
-        settle(vllm_config)
-
-    ours = replacements.instead_of(inherited, check_and_update_config)
-    platform.check_and_update_config = classmethod(ours)
-
-
 def additional_option(vllm_config: "VllmConfig", name: str, default: Any = None) -> Any:
     """What --additional-config says of an option of this package."""
     options = getattr(vllm_config, "additional_config", None)
@@ -220,25 +189,6 @@ def shared_memory(*specs: tuple[tuple[int, ...], Any], device: Any) -> list[Any]
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
 
 
-def split_prompts_if_possible(vllm_config: "VllmConfig") -> bool:
-    """Has vLLM's layers give a step's prefill to `forward_mha` where its metadata say that a part of it is `dense`, too
-    (0.32 on); returns whether they will. They have no other way to learn that: `use_dense_mha` would keep the indexer
-    from selecting."""
-    layer, attention = importlib.import_module(_DENSE_BASES).MLAAttention, vllm_config.attention_config
-    if replacements.why_not(replacements.SPLIT) is not None:
-        return False
-    if attention.sparse_mla_force_mqa:
-        return False
-    inherited = layer._use_sparse_mha
-    if not replacements.is_ours(inherited):
-
-        def use_sparse_mha(self: Any, attn_metadata: Any) -> bool:
-            return bool(getattr(attn_metadata, "dense", ())) or inherited(self, attn_metadata)
-
-        layer._use_sparse_mha = replacements.instead_of(inherited, use_sparse_mha)
-    return True
-
-
 def find_requests(starts: Any, requests: Any, tokens: int) -> None:
     """Writes each token's request, as vLLM has it, in a captured graph too (0.33)."""
     from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
@@ -256,63 +206,6 @@ def register_warmup() -> None:
         for name in ("_PREPARE_UNIFORM_DECODE_KERNEL", "_BUILD_PREFILL_CHUNK_METADATA_KERNEL"):
             if (kernel := getattr(indexer, name, None)) is not None:
                 kernel.register_warmup()
-
-
-def rotate_queries_if_possible() -> None:
-    """Called by each layer: has vLLM's model of DeepSeek-V3.2 rotate the queries of layers with an indexer with our op
-    (0.32 on). vLLM's kernel for GPUs before Blackwell runs three blocks for each token and head of the indexer, and
-    most of them find nothing to do."""
-    import torch
-    from vllm.platforms import current_platform
-
-    from mla_backend.index import rotate_queries
-
-    model = sys.modules.get(replacements.V32_ATTENTION)
-    if model is None or current_platform.has_device_capability(100) or replacements.why_not(replacements.ROTATE):
-        return
-    inherited = model.fused_q
-    if replacements.is_ours(inherited):
-        return
-    by_name = replacements.by_name(inherited)
-
-    def fused_q(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        given = by_name(*args, **kwargs)
-        queries, index_queries = given["q_pe"], given["index_q"]
-        ours = given["has_indexer"] and not given["quantize_mqa"] and queries.dtype == torch.bfloat16
-        if not ours or (queries.shape[-1], index_queries.shape[-1]) != (64, 128):
-            return inherited(*args, **kwargs)
-        rotated, index_rotated, weights = rotate_queries(
-            queries,
-            index_queries,
-            given["index_weights"],
-            given["positions"],
-            given["q_pe_cos_sin_cache"],
-            given["index_q_cos_sin_cache"],
-            given["index_weights_softmax_scale"] * given["index_weights_head_scale"],
-            interleaved=bool(given["index_rope_interleave"]),
-        )
-        return index_rotated, weights, rotated
-
-    model.fused_q = replacements.instead_of(inherited, fused_q)
-
-
-def write_nvfp4_rows() -> None:
-    """Called by each layer with such rows: has our op write them in vLLM's model of DeepSeek-V3.2, whose own kernel has
-    an instruction of Blackwell's for that."""
-    from mla_backend.cache import cache_write
-
-    def keep_out(given: dict[str, Any]) -> dict[str, Any] | None:
-        if given["mla_kv_cache"] is None or given["mla_kv_cache_dtype"] != NVFP4:
-            return None
-        return {"mla_kv_cache": None, "mla_kv_cache_dtype": "auto"}
-
-    def write(given: dict[str, Any]) -> None:
-        slots = given["slot_mapping"].flatten()
-        cache_write(given["kv_c_out"][: len(slots)], given["k_pe_out"][: len(slots)], given["mla_kv_cache"], slots)
-
-    if (model := sys.modules.get(replacements.V32_ATTENTION)) is not None:
-        needed = {"slot_mapping", "mla_kv_cache", "mla_kv_cache_dtype", "kv_c_out", "k_pe_out"}
-        replacements.write_instead(model, "nvfp4_ds_mla rows", needed, keep_out, write)
 
 
 # --- the bases of the backend's classes -------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_nvfp4_rows_are_written_by_our_op_in_vllms_model(backend, monkeypatch):
     model = SimpleNamespace(fused_norm_rope=lambda *a, **k: theirs.append(function(*a, **k)) or theirs[-1])
     model.fused_norm_rope.__signature__ = inspect.signature(function)
     monkeypatch.setitem(sys.modules, replacements.V32_ATTENTION, model)
-    monkeypatch.setattr(versions, "rotate_queries_if_possible", lambda: None)
+    monkeypatch.setattr(replacements, "rotate_queries_if_possible", lambda: None)
     for _ in range(2):  # layers
         made_on_a_gpu(backend, monkeypatch, kv_cache_dtype="nvfp4_ds_mla")
     latent, rope, slots = torch.randn(5, 512).bfloat16(), torch.randn(5, 64).bfloat16(), torch.tensor([3, -1, 17])

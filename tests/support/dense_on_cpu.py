@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.config import get_current_vllm_config
 
-from mla_backend.vllm_plugin import backend, beginnings, versions
+from mla_backend.vllm_plugin import backend, beginnings, replacements
 from mla_backend.vllm_plugin.backend import SparseMLALayer
 
 counted = {"dense": 0, "masked": 0, "sparse": 0}
@@ -16,7 +16,7 @@ _init, _forward = SparseMLALayer.__init__, SparseMLALayer.forward_mha
 def _dense_too(self: SparseMLALayer, *args: Any, **kwargs: Any) -> None:
     _init(self, *args, **kwargs)
     self.supports_dense_mha_prefill, self.longest_masked = True, int(os.environ["LONGEST_MASKED"])
-    self.splits_prompts = versions.split_prompts_if_possible(get_current_vllm_config())
+    self.splits_prompts = replacements.split_prompts_if_possible(get_current_vllm_config())
 
 
 def _counting(self: SparseMLALayer, q: Any, *args: Any, **kwargs: Any) -> None:
