@@ -2,7 +2,7 @@
 
 A page says what it wants between two comments, which are not shown:
 
-    <!-- numbers: kernels results/h100/kernels.json -->
+    <!-- numbers: kernels results/h200/kernels.json -->
     a table
     <!-- end of numbers -->
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 MAKERS = {maker: kind for kind, described in kinds.KINDS.items() for maker in described.makers}
 """What a page can ask for, and of which kind the files have to be."""
 DEEP = ("results/h100/throughput_h16_deep.json", "results/h100/throughput_h128_deep.json")
-PICTURES = {"docs/speed.png": ("heat_map", "results/h100/kernels.json"), "docs/gains.png": ("gains", *DEEP)}
+PICTURES = {"docs/speed.png": ("heat_map", "results/h200/kernels.json"), "docs/gains.png": ("gains", *DEEP)}
 """Functions of pictures.py, and the files that they draw."""
 MARKED = re.compile(r"(?<=<!-- numbers: )(?P<what>[^<>]*?) -->(?P<text>.*?)<!-- end of numbers -->", re.DOTALL)
 FENCED = re.compile(r"^[ \t]*```.*?^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)

@@ -31,14 +31,14 @@ def tree(tmp_path, monkeypatch):
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     shutil.copytree(ROOT / "results", tmp_path / "results")
     (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text(f"Before\n<!-- numbers: kernels results/h100/kernels.json -->\n{END}\nafter\n")
+    (tmp_path / "README.md").write_text(f"Before\n<!-- numbers: kernels results/h200/kernels.json -->\n{END}\nafter\n")
     return tmp_path
 
 
 def test_a_number_that_changed_is_found_and_written(tree, capsys):
     pytest.importorskip("matplotlib")
     assert main(["docs"]) == 0 and main(["docs", "--check"]) == 0
-    page, picture, path = (tree / name for name in ("README.md", "docs/speed.png", "results/h100/kernels.json"))
+    page, picture, path = (tree / name for name in ("README.md", "docs/speed.png", "results/h200/kernels.json"))
     before, drawn = page.read_text(), picture.read_bytes()
     assert before.startswith("Before\n<!-- numbers") and before.endswith(f"{END}\nafter\n") and before.count("\n") > 30
     report = json.loads(path.read_text())
@@ -57,7 +57,7 @@ def test_a_number_that_changed_is_found_and_written(tree, capsys):
 
 def test_a_page_can_leave_out_cases(tree):
     pytest.importorskip("matplotlib")
-    mark = "<!-- numbers: kernels results/h100/kernels.json{} -->\n" + END
+    mark = "<!-- numbers: kernels results/h200/kernels.json{} -->\n" + END
     (tree / "docs" / "new.md").write_text("\n".join(map(mark.format, ("", " case.heads=16,64"))))
     assert main(["docs"]) == 0
     everything, some = (cells(part)[1:] for part in (tree / "docs" / "new.md").read_text().split(END)[:2])
