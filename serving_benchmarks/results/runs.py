@@ -70,9 +70,13 @@ def percentiles(values: Sequence[float | None]) -> dict[str, float | None]:
     return dict(zip(("p50", "p99"), found, strict=True))
 
 
+ENOUGH = 6
+"""Samples between whose extremes the median of what they are drawn from lies with 95 % confidence."""
+
+
 def median_bounds(values: Sequence[float]) -> tuple[float, float]:
     """Which of these independent samples the median of what they are drawn from lies between with 95 % confidence, of
-    whatever distribution they are; the extremes where there are too few samples to tell."""
+    whatever distribution they are; the extremes where there are fewer than ENOUGH."""
     ordered, count = sorted(values), len(values)
     below = list(itertools.accumulate(math.comb(count, k) / 2**count for k in range(count)))
     cut = max(1, bisect_right(below, 0.025))

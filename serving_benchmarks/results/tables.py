@@ -4,7 +4,7 @@ Each takes the contents of result files, `*reports`. Entries that failed are lef
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from serving_benchmarks.results import file, runs
@@ -271,6 +271,8 @@ def whole_models(*reports: Report) -> str:
     told = f"{asked}; {counts} requests. {_models_measured(reports, entries)}"
     gaps = dict.fromkeys(about["inter_token_latency"] for about, _ in measured if about.get("inter_token_latency"))
     told += "".join(f" Inter-token latency: {note}." for note in gaps)
+    if pairs := {len(entry["rounds_s"]) for entry in entries if entry.get("over_first")}:
+        told += f" Over the first: a backend's speed over the first one's, in pairs of rounds, with {_bounds(pairs)}."
     return cases_page(*of_models(measured), told, labels=4, noted="tokens")
 
 
@@ -368,6 +370,14 @@ def gpus_name(about: dict[str, Any], entry: Entry) -> str:
     return ", ".join([name, *([" ".join(how)] if how else [])])
 
 
+def _bounds(pairs: Collection[int]) -> str:
+    """What follows a ratio of so many pairs of rounds, in brackets."""
+    extremes, interval = "the lowest and the highest", "95 % confidence intervals"
+    if max(pairs) < runs.ENOUGH:
+        return extremes
+    return interval if min(pairs) >= runs.ENOUGH else f"{interval}, or {extremes} of fewer than {runs.ENOUGH}"
+
+
 def _models_measured(reports: Sequence[Report], entries: Sequence[Entry], paired: bool = False) -> str:
     """The line below a table of whole models. `paired`: there are ratios."""
     rounds = {len(entry.get("rounds_s", "1")) for entry in entries}
@@ -378,7 +388,7 @@ def _models_measured(reports: Sequence[Report], entries: Sequence[Entry], paired
     told = [f"Medians of {' to '.join(map(str, sorted({min(rounds), max(rounds)})))} rounds"]
     told = ["Each load was run once"] if rounds == {1} else told
     if paired and all(map(runs.interleaved, about)):
-        told.append("ratios of interleaved pairs, with 95 % confidence intervals")
+        told.append(f"ratios of interleaved pairs, with {_bounds(rounds)}")
     said, machines = (first.get("settings") or {}).get("kv_cache_dtype"), dict.fromkeys(map(file.machine, about))
     caches = dict.fromkeys(str(entry.get("kv_cache_dtype", said)) for entry in entries)
     dense = all(m.get("layers", 0) == m.get("dense_layers") for m in models)
