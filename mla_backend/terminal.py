@@ -25,7 +25,7 @@ def byte_size(text: str) -> int:
 
 def whole(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number; got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more; got {text!r}")
     return int(text)
 
 
