@@ -307,6 +307,7 @@ def render(report: dict[str, Any], console: Console) -> None:
 
     if library["loads"]:
         cuda = f"CUDA {library['cuda_compiler']} for {_architectures(library)}" if library["cuda_archs"] else "no CUDA"
+        formats = [each for each in library["formats"] if each["name"] != "staged"]  # of caches
         section(
             "Library",
             [
@@ -318,7 +319,7 @@ def render(report: dict[str, Any], console: Console) -> None:
                     f"torch's stable ABI, torch {library['torch_needed']} and later "
                     f"(headers of {library['torch_built_with']})",
                 ),
-                ("formats", ", ".join(f"{f['name']} ({f['token_bytes']} B per token)" for f in library["formats"])),
+                ("formats", ", ".join(f"{f['name']} ({f['token_bytes']} B per token)" for f in formats)),
             ],
         )
         cpu_rows = [("model", cpu["model"]), ("threads", f"{torch['threads']} of {cpu['cores']} cores")]
