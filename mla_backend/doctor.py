@@ -306,8 +306,9 @@ def render(report: dict[str, Any], console: Console) -> None:
         section("Replaced in vLLM", rows)
 
     if library["loads"]:
+        from mla_backend import FORMATS
+
         cuda = f"CUDA {library['cuda_compiler']} for {_architectures(library)}" if library["cuda_archs"] else "no CUDA"
-        formats = [each for each in library["formats"] if each["name"] != "staged"]  # of caches
         section(
             "Library",
             [
@@ -319,7 +320,7 @@ def render(report: dict[str, Any], console: Console) -> None:
                     f"torch's stable ABI, torch {library['torch_needed']} and later "
                     f"(headers of {library['torch_built_with']})",
                 ),
-                ("formats", ", ".join(f"{f['name']} ({f['token_bytes']} B per token)" for f in formats)),
+                ("formats", ", ".join(f"{name} ({f.token_bytes} B per token)" for name, f in FORMATS.items())),
             ],
         )
         cpu_rows = [("model", cpu["model"]), ("threads", f"{torch['threads']} of {cpu['cores']} cores")]

@@ -78,11 +78,13 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
 def widen_table(runtime: Any) -> None:
     """Halves the load of the hash table in which vLLM's kernel looks for rows, where a processor has room for it.
 
-    It has an entry for each row that a request may select in a step, and one more. Far from the end of a prompt nearly
-    all of them are taken, and each of the thousands of hot rows that weren't selected is compared with many.
+    It has an entry for each row that a request may select in a step, and one more. Once the context has left the GPU
+    nearly all are taken, and each of the thousands of hot rows that weren't selected is compared with many. The kernel
+    takes as many entries as there are hot rows, at most.
     """
-    rows, hot = min(2 * runtime.max_union_rows, runtime.region_stride), runtime.region_stride
-    if 8 * rows + 3 * hot <= TABLE_ROOM:
+    hot = runtime.region_stride
+    rows = min(2 * runtime.max_union_rows, hot)
+    if 8 * rows + 3 * hot <= TABLE_ROOM:  # bytes of an entry, and of a hot row in the lists
         runtime.max_union_rows = rows
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 V4_MODEL, V41_MODEL = (f"vllm.models.deepseek_{name}.nvidia.model" for name in ("v4", "v41"))
-MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
 V32_ATTENTION, V41_ATTENTION = (f"vllm.models.deepseek_{name}.attention" for name in ("v32", "v41"))
 INDEXER_BUILDER = "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder"
 FUSED_Q = (
@@ -54,7 +53,7 @@ ROTATE = Replacement(
 )
 SPLIT = Replacement(
     "dense prefill of the first tokens",
-    {f"{MLA_ATTENTION}:MLAAttention._use_sparse_mha": ("attn_metadata",)},
+    {f"{versions.MLA_ATTENTION}:MLAAttention._use_sparse_mha": ("attn_metadata",)},
     "prompts longer than the top-k attend sparsely from their first token on, which is slower",
 )
 
@@ -290,7 +289,7 @@ def split_prompts_if_possible(vllm_config: "VllmConfig") -> bool:
     """Has vLLM's layers give a step's prefill to `forward_mha` where its metadata say that a part of it is `dense`, too
     (0.32 on); returns whether they will. They have no other way to learn that: `use_dense_mha` would keep the indexer
     from selecting."""
-    layer, attention = importlib.import_module(MLA_ATTENTION).MLAAttention, vllm_config.attention_config
+    layer, attention = importlib.import_module(versions.MLA_ATTENTION).MLAAttention, vllm_config.attention_config
     if why_not(SPLIT) is not None:
         return False
     if attention.sparse_mla_force_mqa:

@@ -30,7 +30,7 @@ GPU_BLOCK_SIZE = 64
 """Tokens in a block of the cache, as the indexer of vLLM's GPU builds requires."""
 _COMMON_BASES = "vllm.model_executor.layers.attention.sparse_mla_attention"
 _SCRATCH = "vllm.v1.worker.workspace"
-_DENSE_BASES = "vllm.model_executor.layers.attention.mla_attention"
+MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
 
 
 def logger() -> logging.Logger:
@@ -54,7 +54,7 @@ def missing_bases(name: str) -> str | None:
     """The same for the bases of a backend's classes. Imports vLLM's layers."""
     if name == DENSE:
         names = "MLACommonBackend", "MLACommonImpl", "MLACommonMetadata", "MLACommonMetadataBuilder", "QueryLenSupport"
-        return _first_missing({_DENSE_BASES: names})
+        return _first_missing({MLA_ATTENTION: names})
     if not since_0_32():
         return _first_missing({"vllm.v1.attention.backend": ("SparseMLAAttentionImpl",)})
     names = {"SparseMLACommonImpl", "SparseMLACommonMetadata", "SparseMLACommonMetadataBuilder._build_req_id_per_token"}

@@ -70,8 +70,9 @@ def percentiles(values: Sequence[float | None]) -> dict[str, float | None]:
     return dict(zip(("p50", "p99"), found, strict=True))
 
 
-ENOUGH = 6
-"""Samples between whose extremes the median of what they are drawn from lies with 95 % confidence."""
+_TAIL = 0.025  # the chance that a median lies beyond one of its bounds: 95 % confidence
+ENOUGH = math.ceil(-math.log2(_TAIL))
+"""Samples between whose extremes the median of what they are drawn from lies with that confidence."""
 
 
 def median_bounds(values: Sequence[float]) -> tuple[float, float]:
@@ -79,7 +80,7 @@ def median_bounds(values: Sequence[float]) -> tuple[float, float]:
     whatever distribution they are; the extremes where there are fewer than ENOUGH."""
     ordered, count = sorted(values), len(values)
     below = list(itertools.accumulate(math.comb(count, k) / 2**count for k in range(count)))
-    cut = max(1, bisect_right(below, 0.025))
+    cut = max(1, bisect_right(below, _TAIL))
     return ordered[cut - 1], ordered[-cut]
 
 
